@@ -1,0 +1,45 @@
+"""This step's attention metadata, set once per step and read by every attention layer.
+
+A global instead of an argument: the decoder's layers pass hidden states and nothing else, and a CUDA graph, which
+can't take arguments, reads the same tensors at the same addresses on every replay. Whoever sets it resets it.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class Context:
+    """Chunks in order, the `num_decodes` one-token ones first. int64 on the device unless noted."""
+
+    slot_mapping: Tensor            # [num_tokens]  slot that each token's keys and values go to
+    block_tables: Tensor            # [max_num_seqs + 1, max_blocks] int32  of all rows
+    rows: Tensor                    # [num_chunks]  row of each chunk in block_tables
+    context_lens: Tensor            # [num_chunks]  keys that a chunk's last token sees; 0 for padding
+    num_decodes: int
+    num_splits: int = 1             # programs that share one sequence's context in the decode kernel
+    uses_flash: bool = False
+    cu_seqlens_q: Tensor | None = None      # [num_chunks - num_decodes + 1]  query bounds of the other chunks
+    cu_seqlens_k: Tensor | None = None      # the same for their keys
+    max_seqlen_q: int = 1
+    max_seqlen_k: int = 1
+
+
+_context: Context | None = None
+
+
+def set_context(context: Context) -> None:
+    global _context
+    _context = context
+
+
+def get_context() -> Context:
+    if _context is None:
+        raise RuntimeError("attention ran outside a step: set_context(...) must come first")
+    return _context
+
+
+def reset_context() -> None:
+    global _context
+    _context = None

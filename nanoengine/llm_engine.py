@@ -1,0 +1,343 @@
+"""The engine: requests in, tokens out. Start reading here, at `_advance`.
+
+A step is scheduled, launched on the device, and its result taken in one step later, while the device computes the
+next one. This file knows requests, text and results; who computes what is the Scheduler's business, how is the
+ModelRunner's.
+"""
+
+import itertools
+import logging
+import random
+import re
+import signal
+import threading
+import time
+import weakref
+from contextlib import contextmanager
+from dataclasses import dataclass
+from numbers import Integral
+from pathlib import Path
+from typing import NamedTuple
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError
+from tqdm import tqdm
+
+from nanoengine.block_manager import BlockManager
+from nanoengine.config import EngineConfig, ModelConfig
+from nanoengine.model_runner import resolve
+from nanoengine.rpc import Ranks
+from nanoengine.sampling_params import SamplingParams
+from nanoengine.scheduler import Scheduler
+from nanoengine.sequence import Chunk, Sequence
+from nanoengine.step_input import StepInput
+from nanoengine.text import OutputText
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class RequestOutput:
+    """What became of a request. `token_ids` are the new ones; a stop token stays in them, its text doesn't show."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    text: str
+    token_ids: list[int]
+    finish_reason: str          # "stop", "length", "abort" or "error"
+    num_cached_tokens: int      # prompt tokens whose KV was found in the prefix cache
+
+
+class StepRecord(NamedTuple):
+    """One finished step, for whoever sets `LLMEngine.step_log` to a list."""
+
+    num_seqs: int
+    num_tokens: int
+    num_context_tokens: int     # keys read, summed over chunks
+    num_padding_rows: int
+    kv_blocks_used: int
+    kv_blocks_total: int
+    seconds: float              # since the step before was taken in
+
+
+class LLMEngine:
+    """An engine for one model. `model`: a folder, or the id of a model on the hub; options: see `EngineConfig`.
+
+    Raises before anything is loaded: TypeError for an unknown option, ValueError for a bad value or a model that
+    isn't supported, FileNotFoundError for a model that isn't there. Not for several threads at once.
+    """
+
+    def __init__(self, model: str | Path, **options):
+        config = EngineConfig.from_options(options)
+        folder = model_folder(model)
+        self.model_config = ModelConfig.from_folder(folder)
+        config.check_model(self.model_config)
+        self.tokenizer = load_tokenizer(folder)
+        self.config = resolve(config, self.model_config)
+        self._ranks = Ranks(folder, self.model_config, self.config)
+        self._finalizer = weakref.finalize(self, self._ranks.close)
+        num_blocks = self.config.num_kvcache_blocks or self._num_blocks_that_fit(config.max_model_len)
+        self._ranks.call("allocate", num_blocks)
+        block_manager = BlockManager(num_blocks, self.config.kvcache_block_size, self.config.enable_prefix_caching)
+        self.scheduler = Scheduler(block_manager, self.config.max_num_seqs, self.config.max_num_batched_tokens)
+        eos = getattr(self.tokenizer, "eos_token_id", None)
+        self._eos_token_ids = self.model_config.eos_token_ids | ({eos} if eos is not None else set())
+        self._live: dict[str, tuple[Sequence, OutputText]] = {}
+        self._owners: dict[str, dict] = {}          # where the output of a call's own request goes
+        self._outputs: list[RequestOutput] = []     # of other requests that ended, until `step` returns them
+        self._in_flight = None                      # (chunks, Launch) of the step whose result isn't taken in yet
+        self._ids, self._seeds = itertools.count(), random.Random(self.config.seed)
+        self.step_log: list[StepRecord] | None = None
+        self._last_time = 0.0
+
+    def _num_blocks_that_fit(self, wanted_len: int | None) -> int:
+        num_blocks, block_size = self._ranks.call("measure"), self.config.kvcache_block_size
+        fits = num_blocks * block_size
+        if fits < (wanted_len or 1):
+            raise RuntimeError(f"memory is left for {num_blocks} KV blocks of {block_size} tokens, but one request of "
+                               f"max_model_len={wanted_len} needs {-(-wanted_len // block_size)}; lower max_model_len or "
+                               "max_num_batched_tokens, or raise gpu_memory_utilization")
+        if fits < self.config.max_model_len:
+            logger.warning("memory is left for %d tokens in all: longer requests will be refused", fits)
+        logger.info("KV cache: %d blocks of %d tokens", num_blocks, block_size)
+        return num_blocks
+
+    # The engine proper
+
+    def _advance(self) -> None:
+        """One step: choose, launch, and take in the step before (or, without async scheduling, this one)."""
+        with interrupts_deferred():
+            if self._in_flight is None:
+                self._last_time = time.perf_counter()
+            chunks = self.scheduler.schedule()
+            launched = self._launch(chunks) if chunks else None
+            if self.config.async_scheduling:
+                launched, self._in_flight = self._in_flight, launched
+            if launched:
+                self._take_in(*launched)
+
+    def _launch(self, chunks: list[Chunk]):
+        return chunks, self._ranks.call("run", StepInput.from_chunks(chunks, self.config.kvcache_block_size))
+
+    def _take_in(self, chunks: list[Chunk], launch) -> None:
+        token_ids = self._ranks.token_ids(launch)
+        for sequence in self.scheduler.update(chunks, token_ids):
+            text = self._live[sequence.request_id][1]
+            if sequence.finish_reason != "stop":        # a stop token's text isn't shown
+                text.append(sequence.token_ids[-1])
+            if text.is_stopped and sequence.finish_reason is None:
+                self.scheduler.finish(sequence, "stop")
+            if sequence.finish_reason:
+                self._end(sequence, "stop" if text.is_stopped else sequence.finish_reason)
+        if self.step_log is not None:
+            self._record(chunks, launch)
+
+    def _record(self, chunks: list[Chunk], launch) -> None:
+        manager, now = self.scheduler.block_manager, time.perf_counter()
+        self.step_log.append(StepRecord(
+            len(chunks), sum(c.num_tokens for c in chunks), sum(c.end for c in chunks), launch.num_padding_rows,
+            manager.num_blocks - manager.num_free_blocks, manager.num_blocks, now - self._last_time))
+        self._last_time = now
+
+    def _end(self, sequence: Sequence, reason: str) -> None:
+        text = self._live.pop(sequence.request_id)[1]
+        text.flush()
+        prompt = sequence.token_ids[:sequence.num_prompt_tokens]
+        output = RequestOutput(sequence.request_id, prompt, text.text, sequence.output_token_ids, reason,
+                               sequence.num_cached_tokens or 0)
+        owner = self._owners.pop(sequence.request_id, None)
+        if owner is None:
+            self._outputs.append(output)
+        else:
+            owner[sequence.request_id] = output
+
+    # Requests one by one
+
+    def add_request(self, prompt: str | list[int], params: SamplingParams | None = None,
+                    request_id: str | None = None) -> str:
+        """Queue a prompt (text or token ids) and return the request's id, a new one if none is given.
+
+        The output ends at `max_model_len` if `max_tokens` would take it further. Raises ValueError, and queues
+        nothing, for an empty prompt, ids outside the vocabulary, a prompt that leaves no room for a token, a request
+        that the whole KV pool can't hold, or the id of a live request; TypeError for what is no prompt.
+        """
+        if request_id in self._live:
+            raise ValueError(f"request_id {request_id!r} is in use by a request that hasn't ended")
+        return self._add(self._sequence(prompt, params or SamplingParams(), request_id))
+
+    def _add(self, sequence: Sequence) -> str:
+        if self._finalizer.alive is False:
+            raise RuntimeError("the engine is closed")
+        self._live[sequence.request_id] = sequence, OutputText(self.tokenizer, sequence.params.stop)
+        self.scheduler.add(sequence)
+        return sequence.request_id
+
+    def _sequence(self, prompt, params: SamplingParams, request_id: str | None = None) -> Sequence:
+        ids = self._encode(prompt)
+        limit, vocab_size = self.config.max_model_len, self.model_config.vocab_size
+        if not ids:
+            raise ValueError("the prompt is empty: it must hold at least one token")
+        for token_id in ids:
+            if not 0 <= token_id < vocab_size:
+                raise ValueError(f"token id {token_id} is outside the vocabulary of {vocab_size}")
+        if len(ids) >= limit:
+            raise ValueError(f"the prompt has {len(ids)} tokens, but max_model_len={limit} must leave room for one more")
+        if params.stop and self.tokenizer is None:
+            raise ValueError(f"stop={params.stop!r} needs text, but the model folder has no tokenizer")
+        max_num_tokens = min(len(ids) + params.max_tokens, limit)
+        manager = self.scheduler.block_manager
+        needed = manager.num_blocks_for(max_num_tokens - 1)      # the last token's KV is never needed
+        if needed > manager.num_blocks:
+            raise ValueError(f"{len(ids)} prompt tokens and max_tokens={params.max_tokens} need {needed} KV blocks, but "
+                             f"the pool has {manager.num_blocks} of {manager.block_size} tokens (num_kvcache_blocks)")
+        seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
+        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_token_ids)
+        if request_id is None:
+            request_id = next(i for i in map(str, self._ids) if i not in self._live)
+        return Sequence(request_id, ids, params, seed, max_num_tokens, stop_ids)
+
+    def _encode(self, prompt) -> list[int]:
+        if isinstance(prompt, str):
+            return self._need_tokenizer().encode(prompt)
+        ids = list(prompt)
+        if not all(isinstance(i, Integral) and not isinstance(i, bool) for i in ids):
+            raise TypeError(f"a prompt is a string or a list of token ids, not {prompt!r:.60}")
+        return [int(i) for i in ids]
+
+    def _need_tokenizer(self):
+        if self.tokenizer is None:
+            raise ValueError("the model folder has no tokenizer: give prompts as lists of token ids")
+        return self.tokenizer
+
+    def step(self) -> list[RequestOutput]:
+        """Compute one step. Returns the requests that ended since the last `step`, aborted ones too, each once."""
+        self._advance()
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def has_unfinished(self) -> bool:
+        """Whether `step` has anything left to compute or to return."""
+        return bool(self._live or self._outputs)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request now, whatever its state; its blocks are free at once. False if there is no such live one."""
+        if request_id not in self._live:
+            return False
+        sequence, _ = self._live[request_id]
+        self.scheduler.finish(sequence, "abort")
+        self._end(sequence, "abort")
+        return True
+
+    # Whole calls
+
+    def generate(self, prompts, sampling_params=None, use_tqdm: bool = True) -> list[RequestOutput]:
+        """Complete one prompt or many (each text or a list of token ids), with one SamplingParams or one per prompt.
+
+        Returns outputs in the order of the prompts. If it is interrupted, or a prompt is invalid, nothing of it stays
+        in the engine.
+        """
+        is_one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
+        prompts = [prompts] if is_one else list(prompts)
+        params = sampling_params or SamplingParams()
+        params = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if len(params) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts, but {len(params)} sampling_params: give one, or one per prompt")
+        sequences = [self._sequence(prompt, p) for prompt, p in zip(prompts, params)]
+        with self._owning(sequences) as ended, tqdm(total=len(sequences), disable=not use_tqdm) as bar:
+            start = time.perf_counter()
+            while len(ended) < len(sequences):
+                self._advance()
+                if len(ended) > bar.n:
+                    seconds = time.perf_counter() - start
+                    num_prompt = sum(s.num_prompt_tokens for s in sequences if s.num_computed)
+                    num_output = sum(len(s.token_ids) - s.num_prompt_tokens for s in sequences)
+                    bar.set_postfix_str(f"prompt {num_prompt / seconds:,.0f} tok/s, output "
+                                        f"{num_output / seconds:,.0f} tok/s", refresh=False)
+                    bar.update(len(ended) - bar.n)
+        return [ended[sequence.request_id] for sequence in sequences]
+
+    def stream(self, prompt, params: SamplingParams | None = None):
+        """Yield the text of one request in pieces as they come; their join is its text."""
+        sequence, num_shown = self._sequence(prompt, params or SamplingParams()), 0
+        with self._owning([sequence]) as ended:
+            text = self._live[sequence.request_id][1]
+            while not ended:
+                self._advance()
+                if len(text.text) > num_shown:
+                    yield text.text[num_shown:]
+                    num_shown = len(text.text)
+
+    @contextmanager
+    def _owning(self, sequences: list[Sequence]):
+        """Queue sequences whose outputs go to the dict that this yields, instead of being returned by `step`. Those
+        that haven't ended when the block is left, in whatever way, are aborted."""
+        ended: dict[str, RequestOutput] = {}
+        try:
+            for sequence in sequences:
+                self._owners[sequence.request_id] = ended
+                self._add(sequence)
+            yield ended
+        finally:
+            for sequence in sequences:
+                self.abort(sequence.request_id)
+                self._owners.pop(sequence.request_id, None)
+
+    def chat(self, messages, sampling_params=None, use_tqdm: bool = True) -> list[RequestOutput]:
+        """Answer one conversation (a list of {"role", "content"}) or many, through the tokenizer's chat template."""
+        tokenizer = self._need_tokenizer()
+        if not tokenizer.chat_template:
+            raise ValueError("the tokenizer has no chat template: use generate")
+        conversations = [messages] if messages and isinstance(messages[0], dict) else messages
+        prompts = [tokenizer.apply_chat_template(c, add_generation_prompt=True, tokenize=True, return_dict=False)
+                   for c in conversations]
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def close(self) -> None:
+        """End peers and free memory. May be called twice; `with LLM(...) as llm` calls it."""
+        self._in_flight = None
+        self._finalizer()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+
+LLM = LLMEngine
+
+
+@contextmanager
+def interrupts_deferred():
+    """Ctrl-C acts between steps: one that comes during a step is kept until the step's end."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    kept = []
+    handler = signal.signal(signal.SIGINT, lambda *args: kept.append(args)) or signal.SIG_DFL
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if kept and callable(handler):
+            handler(*kept[0])
+
+
+def model_folder(model: str | Path) -> Path:
+    """The folder of a model: itself, or the hub's snapshot of a model id. Raises FileNotFoundError."""
+    if Path(model).is_dir():
+        return Path(model)
+    if isinstance(model, Path) or not re.fullmatch(r"[\w.-]+/[\w.-]+", model) or model.startswith("."):
+        raise FileNotFoundError(f"{str(model)!r} is neither a folder nor the id of a model on the hub")
+    try:
+        return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]))
+    except (OSError, ValueError, HfHubHTTPError) as error:
+        raise FileNotFoundError(f"{model!r} is no folder here, and the hub didn't give it: {error}") from error
+
+
+def load_tokenizer(folder: Path):
+    """The folder's tokenizer, or None if it has none: then only token ids are served."""
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
+        return None
+    from transformers import AutoTokenizer      # takes seconds to import: only who needs text pays
+    return AutoTokenizer.from_pretrained(folder)
