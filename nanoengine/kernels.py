@@ -1,9 +1,9 @@
 """The few fused operations of a decoder step, each beside the plain torch lines that define it.
 
 `*_plain` is the meaning, on any device; the Triton kernel after it must equal it up to rounding. The public
-function chooses: the kernel on CUDA (or anywhere under TRITON_INTERPRET=1), the plain lines elsewhere. A launch
-never waits for the device and its grid depends on shapes only, so a CUDA graph can hold it. Arithmetic is in
-float32 and rounds where the plain lines round. Nothing here knows of models, sequences or who owns a block.
+function chooses: the kernel on CUDA (or under TRITON_INTERPRET=1), the plain lines elsewhere. A launch never waits
+for the device, its grid depends on shapes only: a CUDA graph can hold it. Arithmetic is in float32 and rounds
+where the plain lines round. Nothing here knows of models, sequences or who owns a block.
 """
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The engine: requests in, tokens out. Start reading here, at `_advance`.
 
 A step is scheduled, launched on the device, and its result taken in one step later, while the device computes the
-next one. This file knows requests, text and results; who computes what is the Scheduler's business, how is the
-ModelRunner's.
+next one. This file knows requests, text and results; who computes what is the Scheduler's business, how it is computed
+the ModelRunner's.
 """
 
 import itertools
@@ -24,7 +24,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from tqdm import tqdm
 
 from nanoengine.block_manager import BlockManager
-from nanoengine.config import EngineConfig, ModelConfig
+from nanoengine.config import EngineConfig, ModelConfig, refuse_if
 from nanoengine.model_runner import resolve
 from nanoengine.rpc import Ranks
 from nanoengine.sampling_params import SamplingParams
@@ -76,30 +76,26 @@ class LLMEngine:
         self.config = resolve(config, self.model_config)
         self._ranks = Ranks(folder, self.model_config, self.config)
         self._finalizer = weakref.finalize(self, self._ranks.close)
-        num_blocks = self.config.num_kvcache_blocks or self._num_blocks_that_fit(config.max_model_len)
+        num_blocks = self.config.num_kvcache_blocks or self._num_blocks_that_fit(config.max_model_len or 1)
         self._ranks.call("allocate", num_blocks)
         block_manager = BlockManager(num_blocks, self.config.kvcache_block_size, self.config.enable_prefix_caching)
         self.scheduler = Scheduler(block_manager, self.config.max_num_seqs, self.config.max_num_batched_tokens)
         eos = getattr(self.tokenizer, "eos_token_id", None)
         self._eos_token_ids = self.model_config.eos_token_ids | ({eos} if eos is not None else set())
-        self._live: dict[str, tuple[Sequence, OutputText]] = {}
-        self._owners: dict[str, dict] = {}          # where the output of a call's own request goes
-        self._outputs: list[RequestOutput] = []     # of other requests that ended, until `step` returns them
+        self._live: dict[str, Sequence] = {}
+        self._outputs: list[RequestOutput] = []     # of requests that ended, until `step` returns them
         self._in_flight = None                      # (chunks, Launch) of the step whose result isn't taken in yet
         self._ids, self._seeds = itertools.count(), random.Random(self.config.seed)
         self.step_log: list[StepRecord] | None = None
         self._last_time = 0.0
 
-    def _num_blocks_that_fit(self, wanted_len: int | None) -> int:
+    def _num_blocks_that_fit(self, wanted_len: int) -> int:
         num_blocks, block_size = self._ranks.call("measure"), self.config.kvcache_block_size
-        fits = num_blocks * block_size
-        if fits < (wanted_len or 1):
+        if num_blocks * block_size < wanted_len:
             raise RuntimeError(f"memory is left for {num_blocks} KV blocks of {block_size} tokens, but one request of "
                                f"max_model_len={wanted_len} needs {-(-wanted_len // block_size)}; lower max_model_len or "
                                "max_num_batched_tokens, or raise gpu_memory_utilization")
-        if fits < self.config.max_model_len:
-            logger.warning("memory is left for %d tokens in all: longer requests will be refused", fits)
-        logger.info("KV cache: %d blocks of %d tokens", num_blocks, block_size)
+        logger.info("KV cache: %d blocks of %d tokens; longer requests are refused", num_blocks, block_size)
         return num_blocks
 
     # The engine proper
@@ -117,39 +113,47 @@ class LLMEngine:
                 self._take_in(*launched)
 
     def _launch(self, chunks: list[Chunk]):
-        return chunks, self._ranks.call("run", StepInput.from_chunks(chunks, self.config.kvcache_block_size))
+        """Start the step on every rank. If that fails, its requests end with "error" and the others go on; with
+        several ranks, which may now disagree, the engine closes and the error is raised."""
+        try:
+            step = StepInput.from_chunks(chunks, self.config.kvcache_block_size)
+            return chunks, self._ranks.call("run", step)
+        except Exception:
+            if self.config.tensor_parallel_size > 1:
+                self.close()
+                raise
+            logger.exception("a step failed; its %d requests end with finish_reason 'error'", len(chunks))
+            for chunk in chunks:
+                self._end(chunk.sequence, "error")
 
     def _take_in(self, chunks: list[Chunk], launch) -> None:
-        token_ids = self._ranks.token_ids(launch)
+        try:
+            token_ids = self._ranks.token_ids(launch)
+        except Exception:       # the device itself is in trouble
+            self.close()
+            raise
         for sequence in self.scheduler.update(chunks, token_ids):
-            text = self._live[sequence.request_id][1]
             if sequence.finish_reason != "stop":        # a stop token's text isn't shown
-                text.append(sequence.token_ids[-1])
-            if text.is_stopped and sequence.finish_reason is None:
-                self.scheduler.finish(sequence, "stop")
-            if sequence.finish_reason:
-                self._end(sequence, "stop" if text.is_stopped else sequence.finish_reason)
+                sequence.text.append(sequence.token_ids[-1])
+            if sequence.text.is_stopped or sequence.finish_reason:
+                self._end(sequence, "stop" if sequence.text.is_stopped else sequence.finish_reason)
         if self.step_log is not None:
-            self._record(chunks, launch)
-
-    def _record(self, chunks: list[Chunk], launch) -> None:
-        manager, now = self.scheduler.block_manager, time.perf_counter()
-        self.step_log.append(StepRecord(
-            len(chunks), sum(c.num_tokens for c in chunks), sum(c.end for c in chunks), launch.num_padding_rows,
-            manager.num_blocks - manager.num_free_blocks, manager.num_blocks, now - self._last_time))
-        self._last_time = now
+            manager, now = self.scheduler.block_manager, time.perf_counter()
+            self.step_log.append(StepRecord(
+                len(chunks), sum(c.num_tokens for c in chunks), sum(c.end for c in chunks), launch.num_padding_rows,
+                manager.num_blocks - manager.num_free_blocks, manager.num_blocks, now - self._last_time))
+            self._last_time = now
 
     def _end(self, sequence: Sequence, reason: str) -> None:
-        text = self._live.pop(sequence.request_id)[1]
-        text.flush()
-        prompt = sequence.token_ids[:sequence.num_prompt_tokens]
-        output = RequestOutput(sequence.request_id, prompt, text.text, sequence.output_token_ids, reason,
-                               sequence.num_cached_tokens or 0)
-        owner = self._owners.pop(sequence.request_id, None)
-        if owner is None:
-            self._outputs.append(output)
-        else:
-            owner[sequence.request_id] = output
+        """End a live sequence, in whatever state it is, and make its output."""
+        self.scheduler.finish(sequence, reason)
+        del self._live[sequence.request_id]
+        token_ids = sequence.output_token_ids
+        sequence.text.flush(token_ids[:-1] if reason == "stop" else token_ids)
+        sequence.output = RequestOutput(sequence.request_id, sequence.token_ids[:sequence.num_prompt_tokens],
+                                        sequence.text.text, token_ids, reason, sequence.num_cached_tokens or 0)
+        if not sequence.is_owned:
+            self._outputs.append(sequence.output)
 
     # Requests one by one
 
@@ -161,40 +165,37 @@ class LLMEngine:
         nothing, for an empty prompt, ids outside the vocabulary, a prompt that leaves no room for a token, a request
         that the whole KV pool can't hold, or the id of a live request; TypeError for what is no prompt.
         """
-        if request_id in self._live:
-            raise ValueError(f"request_id {request_id!r} is in use by a request that hasn't ended")
         return self._add(self._sequence(prompt, params or SamplingParams(), request_id))
 
     def _add(self, sequence: Sequence) -> str:
-        if self._finalizer.alive is False:
-            raise RuntimeError("the engine is closed")
-        self._live[sequence.request_id] = sequence, OutputText(self.tokenizer, sequence.params.stop)
+        self._live[sequence.request_id] = sequence
         self.scheduler.add(sequence)
         return sequence.request_id
 
-    def _sequence(self, prompt, params: SamplingParams, request_id: str | None = None) -> Sequence:
-        ids = self._encode(prompt)
-        limit, vocab_size = self.config.max_model_len, self.model_config.vocab_size
-        if not ids:
-            raise ValueError("the prompt is empty: it must hold at least one token")
-        for token_id in ids:
-            if not 0 <= token_id < vocab_size:
-                raise ValueError(f"token id {token_id} is outside the vocabulary of {vocab_size}")
-        if len(ids) >= limit:
-            raise ValueError(f"the prompt has {len(ids)} tokens, but max_model_len={limit} must leave room for one more")
-        if params.stop and self.tokenizer is None:
-            raise ValueError(f"stop={params.stop!r} needs text, but the model folder has no tokenizer")
+    def _sequence(self, prompt, params: SamplingParams, request_id: str | None = None, is_owned=False) -> Sequence:
+        if not self._finalizer.alive:
+            raise RuntimeError("the engine is closed")
+        ids, limit, manager = self._encode(prompt), self.config.max_model_len, self.scheduler.block_manager
+        refuse_if(request_id in self._live, f"request_id {request_id!r} is in use by a request that hasn't ended")
+        refuse_if(not ids, "the prompt is empty: it must hold at least one token")
+        for token_id in (min(ids), max(ids)):
+            refuse_if(not 0 <= token_id < self.model_config.vocab_size,
+                      f"token id {token_id} is outside the vocabulary of {self.model_config.vocab_size}")
+        refuse_if(len(ids) >= limit, f"the prompt has {len(ids)} tokens, but max_model_len={limit} must leave room for "
+                  "one more")
+        refuse_if(params.stop and self.tokenizer is None, f"stop={params.stop!r} needs a tokenizer, and there is none")
         max_num_tokens = min(len(ids) + params.max_tokens, limit)
-        manager = self.scheduler.block_manager
         needed = manager.num_blocks_for(max_num_tokens - 1)      # the last token's KV is never needed
-        if needed > manager.num_blocks:
-            raise ValueError(f"{len(ids)} prompt tokens and max_tokens={params.max_tokens} need {needed} KV blocks, but "
-                             f"the pool has {manager.num_blocks} of {manager.block_size} tokens (num_kvcache_blocks)")
-        seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
+        refuse_if(needed > manager.num_blocks,
+                  f"{len(ids)} prompt tokens and max_tokens={params.max_tokens} need {needed} KV blocks, but the pool "
+                  f"has {manager.num_blocks} of {manager.block_size} tokens (num_kvcache_blocks)")
+        seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_token_ids)
         if request_id is None:
             request_id = next(i for i in map(str, self._ids) if i not in self._live)
-        return Sequence(request_id, ids, params, seed, max_num_tokens, stop_ids)
+        sequence = Sequence(request_id, ids, params, seed, max_num_tokens, stop_ids)
+        sequence.text, sequence.is_owned = OutputText(self.tokenizer, params.stop), is_owned
+        return sequence
 
     def _encode(self, prompt) -> list[int]:
         if isinstance(prompt, str):
@@ -205,8 +206,7 @@ class LLMEngine:
         return [int(i) for i in ids]
 
     def _need_tokenizer(self):
-        if self.tokenizer is None:
-            raise ValueError("the model folder has no tokenizer: give prompts as lists of token ids")
+        refuse_if(self.tokenizer is None, "the model folder has no tokenizer: give prompts as lists of token ids")
         return self.tokenizer
 
     def step(self) -> list[RequestOutput]:
@@ -223,9 +223,7 @@ class LLMEngine:
         """End a request now, whatever its state; its blocks are free at once. False if there is no such live one."""
         if request_id not in self._live:
             return False
-        sequence, _ = self._live[request_id]
-        self.scheduler.finish(sequence, "abort")
-        self._end(sequence, "abort")
+        self._end(self._live[request_id], "abort")
         return True
 
     # Whole calls
@@ -238,55 +236,46 @@ class LLMEngine:
         """
         is_one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
         prompts = [prompts] if is_one else list(prompts)
-        params = sampling_params or SamplingParams()
+        params = SamplingParams() if sampling_params is None else sampling_params
         params = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-        if len(params) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts, but {len(params)} sampling_params: give one, or one per prompt")
-        sequences = [self._sequence(prompt, p) for prompt, p in zip(prompts, params)]
-        with self._owning(sequences) as ended, tqdm(total=len(sequences), disable=not use_tqdm) as bar:
+        refuse_if(len(params) != len(prompts), f"{len(prompts)} prompts, but {len(params)} sampling_params: give one, or "
+                  "one per prompt")
+        sequences = [self._sequence(prompt, p, is_owned=True) for prompt, p in zip(prompts, params)]
+        with (interrupts_deferred() as interrupted, self._running(sequences),
+              tqdm(total=len(sequences), disable=not use_tqdm) as bar):
             start = time.perf_counter()
-            while len(ended) < len(sequences):
+            while any(sequence.output is None for sequence in sequences) and not interrupted:
                 self._advance()
-                if len(ended) > bar.n:
-                    seconds = time.perf_counter() - start
-                    num_prompt = sum(s.num_prompt_tokens for s in sequences if s.num_computed)
-                    num_output = sum(len(s.token_ids) - s.num_prompt_tokens for s in sequences)
-                    bar.set_postfix_str(f"prompt {num_prompt / seconds:,.0f} tok/s, output "
-                                        f"{num_output / seconds:,.0f} tok/s", refresh=False)
-                    bar.update(len(ended) - bar.n)
-        return [ended[sequence.request_id] for sequence in sequences]
+                if use_tqdm:
+                    show_speed(bar, sequences, time.perf_counter() - start)
+        return [sequence.output for sequence in sequences]
 
     def stream(self, prompt, params: SamplingParams | None = None):
         """Yield the text of one request in pieces as they come; their join is its text."""
-        sequence, num_shown = self._sequence(prompt, params or SamplingParams()), 0
-        with self._owning([sequence]) as ended:
-            text = self._live[sequence.request_id][1]
-            while not ended:
-                self._advance()
-                if len(text.text) > num_shown:
-                    yield text.text[num_shown:]
-                    num_shown = len(text.text)
+        sequence, num_shown = self._sequence(prompt, params or SamplingParams(), is_owned=True), 0
+        with self._running([sequence]):
+            while sequence.output is None or num_shown < len(sequence.text.text):
+                if piece := sequence.text.text[num_shown:]:
+                    num_shown += len(piece)
+                    yield piece
+                else:
+                    self._advance()
 
     @contextmanager
-    def _owning(self, sequences: list[Sequence]):
-        """Queue sequences whose outputs go to the dict that this yields, instead of being returned by `step`. Those
-        that haven't ended when the block is left, in whatever way, are aborted."""
-        ended: dict[str, RequestOutput] = {}
+    def _running(self, sequences: list[Sequence]):
+        """Queue sequences; those that haven't ended when the block is left, in whatever way, are aborted."""
         try:
             for sequence in sequences:
-                self._owners[sequence.request_id] = ended
                 self._add(sequence)
-            yield ended
+            yield
         finally:
             for sequence in sequences:
                 self.abort(sequence.request_id)
-                self._owners.pop(sequence.request_id, None)
 
     def chat(self, messages, sampling_params=None, use_tqdm: bool = True) -> list[RequestOutput]:
         """Answer one conversation (a list of {"role", "content"}) or many, through the tokenizer's chat template."""
         tokenizer = self._need_tokenizer()
-        if not tokenizer.chat_template:
-            raise ValueError("the tokenizer has no chat template: use generate")
+        refuse_if(not tokenizer.chat_template, "the tokenizer has no chat template: use generate")
         conversations = [messages] if messages and isinstance(messages[0], dict) else messages
         prompts = [tokenizer.apply_chat_template(c, add_generation_prompt=True, tokenize=True, return_dict=False)
                    for c in conversations]
@@ -309,25 +298,33 @@ LLM = LLMEngine
 
 @contextmanager
 def interrupts_deferred():
-    """Ctrl-C acts between steps: one that comes during a step is kept until the step's end."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+    """Ctrl-C acts at the end of the block. Yields a list that isn't empty any more once one has come."""
     kept = []
+    if threading.current_thread() is not threading.main_thread():
+        yield kept
+        return
     handler = signal.signal(signal.SIGINT, lambda *args: kept.append(args)) or signal.SIG_DFL
     try:
-        yield
+        yield kept
     finally:
         signal.signal(signal.SIGINT, handler)
         if kept and callable(handler):
             handler(*kept[0])
 
 
+def show_speed(bar: tqdm, sequences: list[Sequence], seconds: float) -> None:
+    num_prompt = sum(s.num_prompt_tokens for s in sequences if len(s.token_ids) > s.num_prompt_tokens)
+    num_output = sum(len(s.token_ids) - s.num_prompt_tokens for s in sequences)
+    bar.set_postfix_str(f"prompt {num_prompt / seconds:,.0f} tok/s, output {num_output / seconds:,.0f} tok/s",
+                        refresh=False)
+    bar.update(sum(sequence.output is not None for sequence in sequences) - bar.n)
+
+
 def model_folder(model: str | Path) -> Path:
     """The folder of a model: itself, or the hub's snapshot of a model id. Raises FileNotFoundError."""
     if Path(model).is_dir():
         return Path(model)
-    if isinstance(model, Path) or not re.fullmatch(r"[\w.-]+/[\w.-]+", model) or model.startswith("."):
+    if isinstance(model, Path) or not re.fullmatch(r"\w[\w.-]*/[\w.-]+", model):
         raise FileNotFoundError(f"{str(model)!r} is neither a folder nor the id of a model on the hub")
     try:
         return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]))

@@ -54,6 +54,9 @@ def load_weights(folder: Path, sources: Iterable[Source]) -> None:
         by_file[files[source.name]].append(source)
     for file, group in by_file.items():
         with safe_open(file, "pt", device=str(group[0].destination.device)) as tensors:
+            absent = {source.name for source in group} - set(tensors.keys())
+            if absent:
+                raise ValueError(f"{file}: tensor {min(absent)} is missing, though the index says it is there")
             for source in group:
                 _copy(tensors.get_slice(source.name), source, file)
 

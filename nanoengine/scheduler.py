@@ -121,7 +121,7 @@ class Scheduler:
         if sequence.status is Status.RUNNING:
             self.running.remove(sequence)
             self._release(sequence)
-        else:
+        elif sequence.status is Status.WAITING:
             self.waiting.remove(sequence)
         sequence.status, sequence.finish_reason = Status.FINISHED, reason
 

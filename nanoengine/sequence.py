@@ -44,6 +44,8 @@ class Sequence:
         self.row: int | None = None                 # place in the persistent batch, while RUNNING
         self.status = Status.WAITING
         self.finish_reason: str | None = None
+        self.text = self.output = None              # OutputText and RequestOutput, for the engine
+        self.is_owned = False                       # the output belongs to one call, not to the next `step`
 
     @property
     def num_tokens(self) -> int:

@@ -26,8 +26,13 @@ class OutputText:
             self._held, self.is_stopped = self._held[:min(found)], True
         self._show(len(self._held) - (0 if self.is_stopped else self._num_undecided()))
 
-    def flush(self) -> None:
-        """No more tokens will come: show what was held back."""
+    def flush(self, token_ids: list[int]) -> None:
+        """No more tokens will come (`token_ids` are all there were): show what was held back, without the bytes of a
+        last character that never got whole."""
+        if self._tokenizer is not None and not self.is_stopped:
+            whole, decoded = self._tokenizer.decode(token_ids, skip_special_tokens=True), self.text + self._held
+            if whole.startswith(decoded):
+                self._held += whole[len(decoded):].rstrip("\ufffd")
         self._show(len(self._held))
 
     def _show(self, num_chars: int) -> None:

@@ -1,0 +1,305 @@
+"""Every kernel equals the plain lines that define it: on CUDA, and on a CPU in Triton's interpreter.
+
+The interpreter is chosen before Triton is imported, so `test_on_the_cpu_in_the_interpreter` runs this file again in a
+process of its own, where the fixture `device` is the CPU. There, 16-bit products are float16 only: NumPy has no bf16.
+"""
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from nanoengine import kernels
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+NAN = float("nan")
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, for infinities in the interpreter
+
+
+def pytest_generate_tests(metafunc):
+    if "device" in metafunc.fixturenames:
+        skip = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+        devices = ["cpu"] if INTERPRETED else [pytest.param("cuda", marks=[pytest.mark.gpu, skip])]
+        metafunc.parametrize("device", devices)
+    if "dtype" in metafunc.fixturenames:
+        metafunc.parametrize("dtype", [torch.float32, torch.float16] + [torch.bfloat16] * (not INTERPRETED), ids=str)
+
+
+@pytest.fixture(autouse=True)
+def poison():
+    """Whatever `torch.empty` hands out is full of NaN (or the largest integer), and inputs are new in every run."""
+    torch.seed()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def assert_close(actual, expected):
+    assert actual.dtype == expected.dtype and actual.shape == expected.shape
+    tolerance = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}[actual.dtype]
+    actual, expected = actual.double(), expected.double()
+    error = (actual - expected).norm() / expected.norm().clamp(min=1e-30)
+    assert error < tolerance, f"relative error {error:.2e}"  # NaN fails too
+
+
+def ints(values, device):
+    return torch.as_tensor(values, dtype=torch.int32, device=device)
+
+
+@pytest.mark.skipif(INTERPRETED or kernels.triton is None, reason="needs Triton, and a process without its interpreter")
+def test_on_the_cpu_in_the_interpreter():
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", "device or cpu", __file__]
+    run = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+                         capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-2000:]
+
+
+def test_without_triton_the_plain_lines_run():
+    program = ("import sys; sys.modules['triton'] = None\n"
+               "import torch; from nanoengine import kernels\n"
+               "raise SystemExit(kernels.silu_mul(torch.ones(2, 6)).shape != (2, 3))")
+    assert subprocess.run([sys.executable, "-c", program], timeout=120).returncode == 0
+
+
+@pytest.mark.parametrize("hidden", [1, 80, 1024, 2560])
+def test_add_rms_norm(device, dtype, hidden):
+    x, residual = torch.randn(2, 7, hidden + 8, device=device).to(dtype)[:, :, :hidden]  # strided rows
+    weight = torch.randn(hidden, device=device).to(dtype)
+    for residual in (residual, None):
+        normed, total = kernels.add_rms_norm(x, residual, weight, 1e-6)
+        expected_normed, expected_total = kernels.add_rms_norm_plain(x, residual, weight, 1e-6)
+        assert_close(normed, expected_normed)
+        assert_close(total, expected_total)
+    assert total is x
+    assert_close(expected_normed, F.rms_norm(x.float(), (hidden,), weight.float(), 1e-6).to(dtype))
+
+
+@pytest.mark.parametrize("head_dim, num_heads, num_kv_heads, block_size", [
+    (128, 16, 8, 256), (80, 6, 2, 16), (64, 3, 1, 4), (20, 2, 2, 1)])
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_rope_and_store(device, dtype, head_dim, num_heads, num_kv_heads, block_size, has_norm):
+    n = 3 if INTERPRETED else 300  # 300 tokens take several heads per program
+    num_blocks, width = 2 * n // block_size + 2, (num_heads + 2 * num_kv_heads) * head_dim
+    qkv = torch.randn(n, width + 16, device=device).to(dtype)[:, :width]
+    positions = torch.randint(0, 50, (n,), dtype=torch.int32, device=device)
+    slots = ints(torch.randperm(num_blocks * block_size)[:n], device)
+    angles = torch.rand(50, head_dim // 2, device=device) * 6
+    norms = torch.randn(2, head_dim, device=device).to(dtype) if has_norm else (None, None)
+    results = []
+    for rope_and_store in (kernels.rope_and_store, kernels.rope_and_store_plain):
+        k_cache, v_cache = torch.full((2, num_blocks, block_size, num_kv_heads, head_dim), NAN, device=device).to(dtype)
+        q = rope_and_store(qkv, positions, slots, torch.stack([angles.cos(), angles.sin()], 1), k_cache, v_cache,
+                           num_heads, num_kv_heads, *norms, 1e-6)
+        results.append((q, k_cache.flatten(0, 1), v_cache.flatten(0, 1)))
+    (q, k, v), (expected_q, expected_k, expected_v) = results
+    assert q.is_contiguous()
+    assert_close(q, expected_q)
+    assert_close(k[slots], expected_k[slots])
+    assert torch.equal(v[slots], qkv.unflatten(1, (-1, head_dim))[:, -num_kv_heads:])
+    untouched = torch.ones(len(k), dtype=torch.bool, device=device).index_fill_(0, slots.long(), False)
+    assert k[untouched].isnan().all() and v[untouched].isnan().all()
+
+
+def test_rope_with_several_heads_per_program(device, monkeypatch):
+    monkeypatch.setattr(kernels, "ROPE_PROGRAMS", 0)
+    test_rope_and_store(device, torch.float32, 20, 6, 2, 4, True)
+
+
+@pytest.mark.parametrize("width", [45, 3072])
+def test_silu_mul(device, dtype, width):
+    gate_up = torch.randn(5, 2 * width + 8, device=device).to(dtype)[:, :2 * width] * 30  # exp overflows
+    assert_close(kernels.silu_mul(gate_up), kernels.silu_mul_plain(gate_up))
+
+
+def numpy_bits(seed, position, token_ids):
+    """The definition of the noise's bits, in the unsigned arithmetic that it is written in."""
+    def mix(x):
+        x = np.bitwise_xor(x, x >> np.uint32(16)) * np.uint32(0x7FEB352D)
+        x = np.bitwise_xor(x, x >> np.uint32(15)) * np.uint32(0x846CA68B)
+        return np.bitwise_xor(x, x >> np.uint32(16))
+
+    low, high, position = (np.array([x & 0xFFFFFFFF], dtype=np.uint32) for x in (seed, seed >> 32, position))
+    key = mix(mix(mix(low + np.uint32(0x9E3779B9)) ^ high) ^ position)
+    return mix(key ^ token_ids.astype(np.uint32) * np.uint32(0x9E3779B9)) & np.uint32(0x7FFFFFFF)
+
+
+def test_noise_bits_are_those_of_the_definition():
+    seeds, positions = [0, 1, -1, 2**63 - 1, -2**63, 123456789012345], [0, 5, 2**31 - 1, 7, 0, 99]
+    token_ids = torch.arange(151936)
+    for device in ["cpu"] + ["cuda"] * torch.cuda.is_available():
+        inputs = torch.tensor(seeds), ints(positions, "cpu"), token_ids
+        bits = kernels._noise_bits(*(x.to(device) for x in inputs)).cpu()
+        for row, seed, position in zip(bits, seeds, positions):
+            assert np.array_equal(row.numpy(), numpy_bits(seed, position, token_ids.numpy()))
+
+
+def test_noise_is_standard_gumbel():
+    noise = kernels.gumbel_noise(torch.arange(100), ints(range(100), "cpu"), torch.arange(10000)).double()
+    assert noise.isfinite().all()
+    assert abs(noise.mean() - 0.57722) < 0.005 and abs(noise.var() - np.pi**2 / 6) < 0.02
+    cumulative = torch.exp(-torch.exp(-noise))  # uniform on (0, 1) if the noise is Gumbel
+    counts = torch.histc(cumulative, bins=100, min=0, max=1)
+    assert ((counts - 10000)**2 / 10000).sum() < 160  # chi-square, 99 degrees of freedom: p = 1e-4
+
+
+def test_noise_at_the_ends_of_its_range_is_finite(monkeypatch):
+    monkeypatch.setattr(kernels, "_noise_bits", lambda *_: torch.tensor([[0, 1, 2**31 - 1, 2**31 - 2]]))
+    assert kernels.gumbel_noise(None, None, None)[0].tolist() == pytest.approx([22.18, 21.08, -2.81, -2.81], abs=0.01)
+
+
+def test_draws_follow_the_softmax():
+    logits, temperature = torch.tensor([2.0, 1.0, 0.0, -1.0, 0.5, NAN, -3.0, 1.5]).nan_to_num(-torch.inf), 0.7
+    n = 40000
+    _, drawn = kernels.sample_plain(logits.expand(n, -1), torch.full((n,), temperature), torch.arange(n),
+                                    ints(range(n), "cpu") % 100)
+    expected = (logits / temperature).softmax(0) * n
+    counts = torch.bincount(drawn, minlength=len(logits))
+    assert counts[5] == 0
+    assert ((counts - expected)**2 / expected)[expected > 0].sum() < 27.9  # 6 degrees of freedom: p = 1e-4
+
+
+def sample_inputs(n, vocab, device, dtype=torch.float32):
+    seeds = torch.randint(-2**62, 2**62, (n,), device=device)
+    temperatures = torch.rand(n, device=device) + 0.5
+    temperatures[::3] = 0
+    return torch.randn(n, vocab + 8, device=device).to(dtype)[:, :vocab] * 3, temperatures, seeds, ints(range(n), device)
+
+
+@pytest.mark.parametrize("n, vocab", [(1, 1), (3, 1024), (3, 1500), (10, 5000)] + [(64, 151936)] * (not INTERPRETED))
+def test_sample(device, dtype, n, vocab):
+    inputs = sample_inputs(n, vocab, device, dtype)
+    scores, token_ids = kernels.sample(*inputs, vocab_start=7)
+    expected_scores, expected_ids = kernels.sample_plain(*inputs, vocab_start=7)
+    assert token_ids.dtype == torch.int32 and scores.dtype == torch.float32
+    torch.testing.assert_close(scores, expected_scores, atol=1e-4, rtol=1e-5)
+    logits, temperatures = inputs[:2]
+    noise = kernels.gumbel_noise(*inputs[2:], torch.arange(7, vocab + 7, device=device))
+    noised = logits.float() + temperatures[:, None] * noise
+    chosen = noised.gather(1, token_ids[:, None].long() - 7)[:, 0]  # another id only where rounding ties the scores
+    torch.testing.assert_close(chosen, expected_scores, atol=1e-4, rtol=1e-5)
+    assert torch.equal(token_ids[::3], logits[::3].float().argmax(1).int() + 7)
+
+
+def test_the_kernel_draws_the_same_noise_token_by_token(device):
+    n = 40 if INTERPRETED else 3000
+    _, _, seeds, positions = sample_inputs(n, 1, device)
+    logits = torch.full((n, n), -torch.inf, device=device).fill_diagonal_(0)  # row i can only draw token i
+    scores, token_ids = kernels.sample(logits, torch.ones(n, device=device), seeds, positions, vocab_start=100000)
+    assert token_ids.tolist() == list(range(100000, 100000 + n))
+    expected = kernels.gumbel_noise(seeds, positions, torch.arange(100000, 100000 + n, device=device)).diagonal()
+    torch.testing.assert_close(scores, expected, atol=2e-6, rtol=1e-5)
+
+
+def test_ties_go_to_the_lowest_id_and_a_bad_row_still_names_a_token(device):
+    logits = torch.zeros(5, 3000, device=device)
+    logits[1, [2999, 1700, 1023, 1024]] = 1.0  # in several parts of the vocabulary
+    logits[2] = -torch.inf
+    logits[3] = NAN
+    logits[4, 2000] = torch.inf
+    _, _, seeds, positions = sample_inputs(5, 1, device)
+    _, token_ids = kernels.sample(logits, torch.zeros(5, device=device), seeds, positions)
+    assert token_ids[[0, 1, 2, 4]].tolist() == [0, 1023, 0, 2000] and 0 <= token_ids[3] < 3000
+
+
+def test_shards_of_the_vocabulary_and_single_rows_draw_the_same_tokens(device):
+    logits, *rest = sample_inputs(4, 3000, device)
+    scores, token_ids = kernels.sample(logits, *rest)
+    shards = [kernels.sample(logits[:, start:start + 1500], *rest, vocab_start=start) for start in (0, 1500)]
+    shard_scores, shard_ids = (torch.stack(x) for x in zip(*shards))
+    assert torch.equal(shard_scores.max(0).values, scores)
+    assert torch.equal(shard_ids.gather(0, shard_scores.argmax(0)[None])[0], token_ids)
+    assert kernels.sample(logits[2:3], *(x[2:3] for x in rest))[1] == token_ids[2]
+
+
+def attention_inputs(context_lens, num_heads, num_kv_heads, head_dim, block_size, device, dtype):
+    """A cache that is NaN but for the keys of the sequences; rows of the table in no order; the spare entries wild."""
+    n, max_blocks = len(context_lens), max(context_lens) // block_size + 2
+    num_blocks = n * max_blocks
+    caches = torch.full((2, num_blocks, block_size, num_kv_heads, head_dim), NAN, device=device).to(dtype)
+    tables = torch.randperm(num_blocks, device=device).view(n, max_blocks)
+    rows = torch.randperm(n + 2)[:n]
+    block_tables = torch.full((n + 2, max_blocks), 2**30, device=device)  # reading beyond the context would fault
+    for row, table, context_len in zip(rows.tolist(), tables, context_lens):
+        used = -(-context_len // block_size)
+        block_tables[row, :used] = table[:used]
+        position = torch.arange(context_len, device=device)
+        slots = table[position // block_size] * block_size + position % block_size
+        caches.flatten(1, 2)[:, slots] = torch.randn(2, context_len, num_kv_heads, head_dim, device=device).to(dtype)
+    q = torch.randn(n, num_heads, head_dim, device=device).to(dtype)
+    return q, *caches, ints(block_tables, device), ints(rows, device), ints(context_lens, device), head_dim**-0.5
+
+
+EDGES = [1, 0, 31, 32, 33, 64, 65, 0, 127, 129]  # around the 32-key tiles, and so around the splits
+SHAPES = [(16, 8, 128), (6, 2, 80), (3, 3, 64), (7, 1, 20)]  # num_heads, num_kv_heads, head_dim
+
+
+@pytest.mark.parametrize("block_size, num_splits", [(1, 1), (1, 4), (4, 2), (16, 16), (64, 4), (256, 1), (256, 8)])
+def test_decode_attention(device, dtype, block_size, num_splits):
+    for shape in SHAPES[1:2] if INTERPRETED else SHAPES:
+        context_lens = EDGES + [200] if INTERPRETED else EDGES + [511, 512, 513, 1000, 1025, 3000]
+        inputs = attention_inputs(context_lens, *shape, block_size, device, dtype)
+        for _ in range(2):  # the second launch finds the counters that the first one left
+            out = kernels.decode_attention(*inputs, num_splits)
+            assert_close(out, kernels.decode_attention_plain(*inputs))
+            assert (out[1] == 0).all() and (out[7] == 0).all()
+        assert (kernels._arrivals(inputs[0].device) == 0).all()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_decode_attention_of_other_shapes(device, shape):
+    inputs = attention_inputs([40, 0, 97], *shape, 16, device, torch.float32)
+    for num_splits in (1, 4):
+        assert_close(kernels.decode_attention(*inputs, num_splits), kernels.decode_attention_plain(*inputs))
+
+
+def test_plain_attention_is_that_of_torch():
+    q, k_cache, v_cache, block_tables, rows, context_lens, scale = attention_inputs(
+        [5, 9], 6, 2, 20, 4, "cpu", torch.float32)
+    out = kernels.decode_attention_plain(q, k_cache, v_cache, block_tables, rows, context_lens, scale)
+    for i, context_len in enumerate([5, 9]):
+        blocks = block_tables[rows[i], :-(-context_len // 4)].long()
+        k, v = (cache[blocks].flatten(0, 1)[:context_len].transpose(0, 1) for cache in (k_cache, v_cache))
+        expected = F.scaled_dot_product_attention(q[i][:, None], k, v, enable_gqa=True)[:, 0]
+        torch.testing.assert_close(out[i], expected)
+
+
+def test_decode_splits_fill_the_device_at_any_batch():
+    assert [kernels.num_decode_splits(n, 8) for n in (1, 2, 3, 4, 8, 16, 17, 33, 512)] == [16, 16, 8, 8, 4, 2, 1, 1, 1]
+    assert kernels.num_decode_splits(1, 1) == 16
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("in_features, out_features", [(45, 3), (1024, 10)] + [(3000, 4097)] * (not INTERPRETED))
+def test_matvec(device, dtype, n, in_features, out_features):
+    x = torch.randn(n, in_features + 8, device=device).to(dtype)[:, :in_features]
+    weight, bias = torch.randn(out_features, in_features + 1, device=device).to(dtype).split([in_features, 1], dim=1)
+    for bias in (None, bias[:, 0].contiguous()):
+        expected = F.linear(x.double(), weight.double(), None if bias is None else bias.double()).to(dtype)
+        assert_close(kernels.matvec(x, weight, bias), expected)
+
+
+def test_a_graph_replays_with_longer_contexts_and_other_rows(device):
+    if INTERPRETED:
+        pytest.skip("no CUDA graphs")
+    inputs = attention_inputs([700, 600, 500, 0], 16, 8, 128, 16, device, torch.bfloat16)
+    logits, temperatures, seeds, positions = sample_inputs(4, 5000, device)
+    static_lens = inputs[5].clone()
+
+    def step():
+        out = kernels.decode_attention(*inputs[:5], static_lens, inputs[6], 4)
+        return out, *kernels.sample(logits, temperatures, seeds, positions)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, _, token_ids = step()
+    for lens in ([1, 0, 0, 0], [32, 33, 64, 0], [300, 600, 499, 0], [700, 1, 500, 0]):
+        static_lens.copy_(ints(lens, device))
+        positions += 1
+        out.fill_(NAN)
+        graph.replay()
+        assert_close(out, kernels.decode_attention_plain(*inputs[:5], static_lens, inputs[6]))
+        assert torch.equal(token_ids, kernels.sample(logits, temperatures, seeds, positions)[1])
