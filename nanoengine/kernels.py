@@ -1,9 +1,9 @@
 """The few fused operations of a decoder step, each beside the plain torch lines that define it.
 
 `*_plain` is the meaning, on any device; the Triton kernel after it must equal it up to rounding. The public
-function chooses: the kernel on CUDA (or under TRITON_INTERPRET=1), the plain lines elsewhere. A launch never waits
-for the device, its grid depends on shapes only: a CUDA graph can hold it. Arithmetic is in float32 and rounds
-where the plain lines round. Nothing here knows of models, sequences or who owns a block.
+function chooses: the kernel on CUDA (or under TRITON_INTERPRET=1), the plain lines elsewhere. A launch never
+waits for the device and its grid depends on shapes only, so a CUDA graph can hold it. Arithmetic is in
+float32 and rounds where the plain lines round. Nothing here knows of models, sequences or who owns a block.
 """
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ LOG2_E = 1.4426950408889634  # exp(x) = exp2(x * LOG2_E), and exp2 is one instru
 ROPE_PROGRAMS = 4096  # with a head in each these fill the GPU; beyond, fewer and larger programs cost less
 DECODE_LAUNCH = {"TILE": 32, "num_warps": 4, "num_stages": 3}
 MATVEC_LAUNCH = {"ROWS": 4, "TILE": 1024, "num_warps": 4}
+MAX_MATVEC_ROWS = 4  # beyond, cuBLAS is no slower
 
 
 def has_triton(x):
@@ -42,14 +43,16 @@ def add_rms_norm_plain(x, residual, weight, eps):
 
 
 def add_rms_norm(x, residual, weight, eps):
-    """x + residual, and its RMSNorm (arXiv:1910.07467): x, residual [n, hidden], row strides free; weight [hidden].
+    """x + residual, and its RMSNorm (arXiv:1910.07467), of x, residual [n, hidden], weight [hidden].
 
-    Returns (normed, new residual), [n, hidden] each. With residual None the new residual is x itself, no copy.
+    Any row strides. Returns (normed, new residual), [n, hidden] each; with residual None the latter is x
+    itself, not a copy.
     """
     if not has_triton(x):
         return add_rms_norm_plain(x, residual, weight, eps)
-    normed, tile = torch.empty_like(x, memory_format=torch.contiguous_format), triton.next_power_of_2(x.shape[1])
+    normed = torch.empty_like(x, memory_format=torch.contiguous_format)
     total = x if residual is None else torch.empty_like(normed)
+    tile = triton.next_power_of_2(x.shape[1])
     _add_rms_norm_kernel[(len(x),)](
         x, residual, weight, normed, total, x.stride(0), 0 if residual is None else residual.stride(0), eps,
         x.shape[1], tile, num_warps=min(max(tile // 256, 1), 16))
@@ -94,10 +97,11 @@ def rope_and_store(qkv, positions, slot_mapping, cos_sin, k_cache, v_cache, num_
                    q_norm, k_norm, eps):
     """Rotate q and k by their position (halves paired, as HF's `rotate_half`) and write k, v to the cache.
 
-    qkv [n, (num_heads + 2 num_kv_heads) * head_dim], row stride free; positions, slot_mapping [n] int32, where
-    slot = block * block_size + offset; cos_sin [max_position, 2, head_dim / 2] float32, cosines first; k_cache,
-    v_cache [num_blocks, block_size, num_kv_heads, head_dim], contiguous. q_norm, k_norm [head_dim], or None both:
-    the weights of an RMSNorm of each head before the rotation (Qwen3). Returns q [n, num_heads, head_dim].
+    qkv [n, (num_heads + 2 num_kv_heads) * head_dim] (any row stride); positions, slot_mapping [n] int32, a
+    slot being block * block_size + offset; cos_sin [max_position, 2, head_dim / 2] float32, cosines first;
+    k_cache, v_cache [num_blocks, block_size, num_kv_heads, head_dim] contiguous. q_norm, k_norm [head_dim],
+    or both None: the weights of an RMSNorm of each head before the rotation (Qwen3). Returns q [n, num_heads,
+    head_dim].
     """
     if not has_triton(qkv):
         return rope_and_store_plain(qkv, positions, slot_mapping, cos_sin, k_cache, v_cache, num_heads,
@@ -106,20 +110,22 @@ def rope_and_store(qkv, positions, slot_mapping, cos_sin, k_cache, v_cache, num_
     q = torch.empty((n, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     head_tile = 1 if n * num_rows <= ROPE_PROGRAMS else 8
     _rope_and_store_kernel[(n, triton.cdiv(num_rows, head_tile))](
-        qkv, positions, slot_mapping, cos_sin, k_cache, v_cache, q_norm, k_norm, q, qkv.stride(0), eps, num_heads,
-        num_kv_heads, head_dim // 2, triton.next_power_of_2(head_dim // 2), head_tile, num_warps=min(head_tile, 4))
+        qkv, positions, slot_mapping, cos_sin, k_cache, v_cache, q_norm, k_norm, q, qkv.stride(0), eps,
+        num_heads, num_kv_heads, head_dim // 2, triton.next_power_of_2(head_dim // 2), head_tile,
+        num_warps=min(head_tile, 4))
     return q
 
 
 @jit
-def _rope_and_store_kernel(qkv, positions, slot_mapping, cos_sin, k_cache, v_cache, q_norm, k_norm, q, stride, eps,
-                           HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr,
+def _rope_and_store_kernel(qkv, positions, slot_mapping, cos_sin, k_cache, v_cache, q_norm, k_norm, q, stride,
+                           eps, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr,
                            HALF_TILE: tl.constexpr, HEAD_TILE: tl.constexpr):
     token, dim = tl.program_id(0).to(tl.int64), tl.arange(0, HALF_TILE)[None, :]
-    row = (tl.program_id(1) * HEAD_TILE + tl.arange(0, HEAD_TILE))[:, None]  # q heads, then k heads, then v heads
-    in_half, is_q = dim < HALF, row < HEADS
-    is_k, is_v = (row < HEADS + KV_HEADS) & (row >= HEADS), (row < HEADS + 2 * KV_HEADS) & (row >= HEADS + KV_HEADS)
-    source, mask = qkv + token * stride + row * 2 * HALF + dim, (row < HEADS + 2 * KV_HEADS) & in_half
+    # |<- HEADS rows of q ->|<- KV_HEADS rows of k ->|<- KV_HEADS rows of v ->|
+    row = (tl.program_id(1) * HEAD_TILE + tl.arange(0, HEAD_TILE))[:, None]
+    in_half, in_qkv, is_q = dim < HALF, row < HEADS + 2 * KV_HEADS, row < HEADS
+    is_k, is_v = (row >= HEADS) & (row < HEADS + KV_HEADS), (row >= HEADS + KV_HEADS) & in_qkv
+    source, mask = qkv + token * stride + row * 2 * HALF + dim, in_qkv & in_half
     first, second = tl.load(source, mask, 0.0), tl.load(source + HALF, mask, 0.0)
     cache_row = tl.load(slot_mapping + token).to(tl.int64) * KV_HEADS + row - HEADS
     _store_halves(v_cache + (cache_row - KV_HEADS) * 2 * HALF + dim, first, second, is_v & in_half, HALF)
@@ -150,7 +156,7 @@ def silu_mul_plain(gate_up):
 
 
 def silu_mul(gate_up):
-    """silu(gate) * up (SwiGLU, arXiv:2002.05202): gate_up [n, 2 * width], gate first, row stride free. [n, width]."""
+    """silu(gate) * up (arXiv:2002.05202): gate_up [n, 2 * width], gate first, any stride -> [n, width]."""
     if not has_triton(gate_up):
         return silu_mul_plain(gate_up)
     n, width = len(gate_up), gate_up.shape[1] // 2
@@ -167,7 +173,7 @@ def _silu_mul_kernel(gate_up, out, stride, width, TILE: tl.constexpr):
     tl.store(out + row * width + column, gate * tl.sigmoid(gate) * up, column < width)
 
 
-def _mix(x):  # a 32-bit integer hash (C. Wellons's lowbias32), in int32: torch and Triton run these same lines
+def _mix(x):  # a 32-bit hash (C. Wellons's lowbias32) in int32: torch and Triton run these same lines
     x = x ^ (x >> 16 & 0xFFFF)  # the mask makes the shift a logical one
     x = x * 0x7FEB352D
     x = x ^ (x >> 15 & 0x1FFFF)
@@ -179,17 +185,20 @@ _mix_jit = jit(_mix)
 
 
 def _noise_bits(seeds, positions, token_ids):
-    key = _mix(_mix(seeds.to(torch.int32) + GOLDEN) ^ (seeds >> 32).to(torch.int32))  # the casts keep 32 low bits
+    key = _mix(_mix(seeds.int() + GOLDEN) ^ (seeds >> 32).int())  # the casts keep the low 32 bits
     return _mix(_mix(key ^ positions.int())[:, None] ^ (token_ids.int() * GOLDEN)) & 0x7FFFFFFF
 
 
 def gumbel_noise(seeds, positions, token_ids):
-    """Standard Gumbel noise, a pure function of seeds [n] int64, positions [n], token_ids [vocab]: [n, vocab] float32.
+    """Standard Gumbel noise, a pure function of seeds [n] int64, positions [n] and token_ids [vocab].
 
-    The hash's bits are equal on every device and in every kernel: a draw doesn't depend on where it is made.
+    Returns [n, vocab] float32. The hash's bits are equal on every device and in every kernel: a draw doesn't
+    depend on where it is made.
     """
-    v = ((_noise_bits(seeds, positions, token_ids).float() + 0.5) * 2**-31).clamp_(max=1 - 2**-24)  # 0 < v < 1
-    return -torch.log(torch.where(v < 1 / 1024, v + 0.5 * v * v, -torch.log(1 - v)))  # 1 - v rounds a small v away
+    v = (_noise_bits(seeds, positions, token_ids).float() + 0.5) * 2**-31
+    v = v.clamp_(max=1 - 2**-24)  # 0 < v < 1: no logarithm below is infinite
+    # 1 - v would round away the bits of a small v, and the small ones win.
+    return -torch.log(torch.where(v < 1 / 1024, v + 0.5 * v * v, -torch.log(1 - v)))
 
 
 def sample_plain(logits, temperatures, seeds, positions, vocab_start=0):
@@ -200,11 +209,11 @@ def sample_plain(logits, temperatures, seeds, positions, vocab_start=0):
 
 
 def sample(logits, temperatures, seeds, positions, vocab_start=0):
-    """Draw one token per row from softmax(logits / temperature): the argmax of logit + temperature * Gumbel noise.
+    """A token per row from softmax(logits / temperature): the argmax of logit + temperature * Gumbel noise.
 
-    logits [n, vocab_shard], row stride free, column 0 being token vocab_start; temperatures [n] float32, 0 is
-    greedy; seeds [n] int64; positions [n] int32 of the drawn tokens. Ties go to the lowest id. Returns (scores [n]
-    float32, token_ids [n] int32): of several shards' answers, the one with the best score is the draw.
+    logits [n, vocab_shard] (any row stride), column 0 being token vocab_start; temperatures [n] float32, 0 is
+    greedy; seeds [n] int64; positions [n] int32 of the drawn tokens. Ties go to the lowest id. Returns scores
+    [n] float32 and token_ids [n] int32: of several shards' answers the one with the best score is the draw.
     """
     if not has_triton(logits):
         return sample_plain(logits, temperatures, seeds, positions, vocab_start)
@@ -213,9 +222,10 @@ def sample(logits, temperatures, seeds, positions, vocab_start=0):
     num_parts = triton.cdiv(vocab, tile)
     part_scores, scores = (torch.empty(n * size, device=logits.device) for size in (num_parts, 1))
     part_ids, token_ids = (torch.empty_like(x, dtype=torch.int32) for x in (part_scores, scores))
-    _sample_kernel[(num_parts, n)](logits, temperatures, seeds, positions, part_scores, part_ids, logits.stride(0),
-                                   vocab, vocab_start, GOLDEN, tile)
-    _best_part_kernel[(n,)](part_scores, part_ids, scores, token_ids, num_parts, triton.next_power_of_2(num_parts))
+    _sample_kernel[(num_parts, n)](logits, temperatures, seeds, positions, part_scores, part_ids,
+                                   logits.stride(0), vocab, vocab_start, GOLDEN, tile)
+    _best_part_kernel[(n,)](part_scores, part_ids, scores, token_ids, num_parts,
+                            triton.next_power_of_2(num_parts))
     return scores, token_ids
 
 
@@ -228,7 +238,7 @@ def _sample_kernel(logits, temperatures, seeds, positions, part_scores, part_ids
     if temperature > 0:
         seed = tl.load(seeds + row)
         key = _mix_jit(_mix_jit(seed.to(tl.int32) + GOLDEN) ^ (seed >> 32).to(tl.int32))
-        key = _mix_jit(key ^ tl.load(positions + row))
+        key = _mix_jit(key ^ tl.load(positions + row).to(tl.int32))
         bits = _mix_jit(key ^ ((vocab_start + column) * GOLDEN)) & 0x7FFFFFFF
         v = tl.minimum((bits.to(tl.float32) + 0.5) * 2**-31, 1 - 2**-24)
         score -= temperature * tl.log(tl.where(v < 1 / 1024, v + 0.5 * v * v, -tl.log(1 - v)))
@@ -253,7 +263,7 @@ def decode_attention_plain(q, k_cache, v_cache, block_tables, rows, context_lens
     for i, context_len in enumerate(context_lens.tolist()):
         position = torch.arange(context_len, device=q.device)
         slots = block_tables[rows[i]][position // block_size] * block_size + position % block_size
-        k, v = (cache.flatten(0, 1)[slots].float() for cache in (k_cache, v_cache))  # [keys, kv_heads, head_dim]
+        k, v = (cache.flatten(0, 1)[slots].float() for cache in (k_cache, v_cache))
         grouped = q[i].float().unflatten(0, (num_kv_heads, -1))
         weights = (torch.einsum("hgd,thd->hgt", grouped, k) * scale).softmax(-1)
         out[i] = torch.einsum("hgt,thd->hgd", weights, v).flatten(0, 1)
@@ -261,7 +271,7 @@ def decode_attention_plain(q, k_cache, v_cache, block_tables, rows, context_lens
 
 
 def num_decode_splits(batch, num_kv_heads):
-    """Programs per (sequence, KV head) for two waves on an H200's 132 processors: a power of two, at most 16."""
+    """Programs per (sequence, KV head) for two waves on an H200's 132 processors: a power of two up to 16."""
     return 1 << min(max(264 // (batch * num_kv_heads), 1), 16).bit_length() - 1
 
 
@@ -271,12 +281,13 @@ def _arrivals(device):  # counters, which every launch leaves at zero again
 
 
 def decode_attention(q, k_cache, v_cache, block_tables, rows, context_lens, scale, num_splits):
-    """Attention of one new token per sequence over its cached keys (flash-decoding: PyTorch blog, October 2023).
+    """Attention of one new token per sequence over its cached keys (flash-decoding: PyTorch blog, 2023).
 
-    q [n, num_heads, head_dim] contiguous; k_cache, v_cache [num_blocks, block_size, num_kv_heads, head_dim],
-    contiguous; block_tables [max_rows, max_blocks] int32; rows [n] int32, each query's row there; context_lens [n]
-    int32, its number of keys: 0 is padding, which reads no key and yields zeros. num_splits, a power of two: into
-    how many ranges the device cuts each context. Returns [n, num_heads, head_dim]. First call outside a graph.
+    q [n, num_heads, head_dim] contiguous; k_cache, v_cache [num_blocks, block_size, num_kv_heads, head_dim]
+    contiguous; block_tables [max_rows, max_blocks] int32; rows [n] int32, each query's row there;
+    context_lens [n] int32, its number of keys: 0 is padding, which reads no key and yields zeros. num_splits,
+    a power of two: into how many ranges the device cuts each context. Returns [n, num_heads, head_dim]. The
+    first call must come before any capture.
     """
     if not has_triton(q):
         return decode_attention_plain(q, k_cache, v_cache, block_tables, rows, context_lens, scale)
@@ -286,20 +297,21 @@ def decode_attention(q, k_cache, v_cache, block_tables, rows, context_lens, scal
     out, num_parts = torch.empty_like(q), n * num_heads * num_splits if num_splits > 1 else 0
     part_out, part_lse = (torch.empty(num_parts * width, device=q.device) for width in (head_dim, 1))
     _decode_attention_kernel[(num_splits, num_kv_heads, n)](
-        q, k_cache, v_cache, block_tables, rows, context_lens, out, part_out, part_lse, arrivals, scale * LOG2_E,
-        block_tables.stride(0), num_kv_heads, num_heads // num_kv_heads, group_tile, max(group_tile, 16), head_dim,
-        max(triton.next_power_of_2(head_dim), 16), block_size, num_splits, **DECODE_LAUNCH)
+        q, k_cache, v_cache, block_tables, rows, context_lens, out, part_out, part_lse, arrivals,
+        scale * LOG2_E, block_tables.stride(0), num_kv_heads, num_heads // num_kv_heads, group_tile,
+        max(group_tile, 16), head_dim, max(triton.next_power_of_2(head_dim), 16), block_size, num_splits,
+        **DECODE_LAUNCH)
     return out
 
 
 @jit
-def _decode_attention_kernel(q, k_cache, v_cache, block_tables, rows, context_lens, out, part_out, part_lse, arrivals,
-                             scale, table_stride, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+def _decode_attention_kernel(q, k_cache, v_cache, block_tables, rows, context_lens, out, part_out, part_lse,
+                             arrivals, scale, table_stride, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
                              GROUP_TILE: tl.constexpr, HEAD_TILE: tl.constexpr, HEAD_DIM: tl.constexpr,
                              DIM_TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, SPLITS: tl.constexpr,
                              TILE: tl.constexpr):
     split, kv_head, index = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    context_len = tl.load(context_lens + index)
+    context_len = tl.load(context_lens + index).to(tl.int32)
     # |<- split_len ->|<- split_len ->|<- the rest ->|  whole tiles; splits left empty take no part
     split_len = tl.maximum(tl.cdiv(tl.cdiv(context_len, TILE), SPLITS), 1) * TILE
     num_active = 1 if SPLITS == 1 else tl.cdiv(context_len, split_len)
@@ -321,14 +333,15 @@ def _decode_attention_kernel(q, k_cache, v_cache, block_tables, rows, context_le
         tl.debug_barrier()  # all warps' stores come before the atomic, which is one thread's
         if tl.atomic_add(arrivals + pair, 1, sem="acq_rel") == num_active - 1:
             tl.store(arrivals + pair, 0)
-            _combine(part_out, part_lse, out, pair * GROUP, num_active, GROUP, GROUP_TILE, HEAD_DIM, DIM_TILE, SPLITS)
+            _combine(part_out, part_lse, out, pair * GROUP, num_active,
+                     GROUP, GROUP_TILE, HEAD_DIM, DIM_TILE, SPLITS)
 
 
 @jit
 def _attend(query, k_cache, v_cache, table, start, end, kv_head, scale, dim, KV_HEADS: tl.constexpr,
             HEAD_TILE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
             TILE: tl.constexpr):
-    # Softmax over the keys [start, end) in one pass: the result [HEAD_TILE, DIM_TILE] and log2 of the weights' sum.
+    # Softmax over the keys [start, end) in one pass; lse [HEAD_TILE] is log2 of the sum of exp2(scores).
     top, total = tl.full([HEAD_TILE], float("-inf"), tl.float32), tl.zeros([HEAD_TILE], tl.float32)
     result = tl.zeros([HEAD_TILE, DIM_TILE], tl.float32)
     for first in range(start, end, TILE):
@@ -348,7 +361,7 @@ def _attend(query, k_cache, v_cache, table, start, end, kv_head, scale, dim, KV_
         result = result * fade[:, None] + tl.dot(weight.to(v.dtype), v, input_precision="ieee")
         total, top = total * fade + tl.sum(weight, 1), new_top
     total = tl.where(total > 0, total, 1.0)  # without keys: zeros
-    return result / total[:, None], top + tl.log2(total)
+    return result / total[:, None], top + tl.log2(total)  # result, lse
 
 
 @jit
@@ -366,10 +379,10 @@ def _combine(part_out, part_lse, out, first_row, num_active, GROUP: tl.constexpr
 
 
 def matvec(x, weight, bias):
-    """x @ weight.T + bias for so few rows that reading the weight is all the work. `F.linear` is the plain version.
+    """x @ weight.T + bias (`F.linear`) for so few rows that reading the weight is all the work.
 
-    x [n, in_features], n <= 8; weight [out_features, in_features]; row strides free; bias [out_features] or None.
-    Returns [n, out_features]. At one row cuBLAS takes 2 to 12 times as long as the bytes need (H200).
+    x [n, in_features], n <= 8; weight [out_features, in_features]; any row strides; bias [out_features] or
+    None. Returns [n, out_features]. At one row cuBLAS takes 2 to 12 times as long as the bytes need (H200).
     """
     if not has_triton(x):
         return F.linear(x, weight, bias)
