@@ -23,9 +23,9 @@ except ImportError:
 GOLDEN = 0x9E3779B9 - 2**32  # the golden ratio's bits as an int32: spreads neighbouring token ids
 LOG2_E = 1.4426950408889634  # exp(x) = exp2(x * LOG2_E), and exp2 is one instruction
 ROPE_PROGRAMS = 4096  # with a head in each these fill the GPU; beyond, fewer and larger programs cost less
-DECODE_LAUNCH = {"TILE": 32, "num_warps": 4, "num_stages": 3}
-MATVEC_LAUNCH = {"ROWS": 4, "TILE": 1024, "num_warps": 4}
-MAX_MATVEC_ROWS = 4  # beyond, cuBLAS is no slower
+DECODE_LAUNCH = {"TILE": 32, "num_warps": 2, "num_stages": 5}
+MATVEC_LAUNCH = {"ROWS": 2, "TILE": 1024, "num_warps": 4}
+MAX_MATVEC_ROWS = 2  # beyond, cuBLAS is no slower
 
 
 def has_triton(x):
@@ -270,9 +270,16 @@ def decode_attention_plain(q, k_cache, v_cache, block_tables, rows, context_lens
     return out
 
 
-def num_decode_splits(batch, num_kv_heads):
-    """Programs per (sequence, KV head) for two waves on an H200's 132 processors: a power of two up to 16."""
-    return 1 << min(max(264 // (batch * num_kv_heads), 1), 16).bit_length() - 1
+def decode_splits(batch, num_kv_heads):
+    """(num_splits, min_split): up to how many programs share a context, and how many keys each gets at least.
+
+    Few sequences: enough programs for two waves on an H200's 132 processors. Many: four, so that no program has more
+    than a quarter of the longest context to itself while the others have ended.
+    """
+    num_pairs = batch * num_kv_heads
+    if num_pairs >= 132:
+        return 4, 256
+    return 1 << min(264 // num_pairs, 16).bit_length() - 1, 32
 
 
 @functools.cache
@@ -309,12 +316,13 @@ def _decode_attention_kernel(q, k_cache, v_cache, block_tables, rows, context_le
                              arrivals, scale, table_stride, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
                              GROUP_TILE: tl.constexpr, HEAD_TILE: tl.constexpr, HEAD_DIM: tl.constexpr,
                              DIM_TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, SPLITS: tl.constexpr,
-                             TILE: tl.constexpr):
+                             TILE: tl.constexpr, MIN_SPLIT: tl.constexpr):
     split, kv_head, index = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     context_len = tl.load(context_lens + index).to(tl.int32)
     # |<- split_len ->|<- split_len ->|<- the rest ->|  whole tiles; splits left empty take no part
-    split_len = tl.maximum(tl.cdiv(tl.cdiv(context_len, TILE), SPLITS), 1) * TILE
-    num_active = 1 if SPLITS == 1 else tl.cdiv(context_len, split_len)
+    num_active = tl.minimum(tl.maximum(tl.cdiv(context_len, MIN_SPLIT), 1), SPLITS)
+    split_len = tl.cdiv(tl.cdiv(context_len, TILE), num_active) * TILE
+    num_active = 1 if SPLITS == 1 else tl.cdiv(context_len, tl.maximum(split_len, 1))
     start, end = split * split_len, tl.minimum((split + 1) * split_len, context_len)
     table = block_tables + tl.load(rows + index).to(tl.int64) * table_stride
     pair = index * KV_HEADS + kv_head

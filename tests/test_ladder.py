@@ -141,8 +141,32 @@ def test_a_preempted_sequence_hits_its_own_blocks_under_a_small_budget(checkpoin
     folder, prompts = checkpoint("qwen2"), [random_ids(130 + n, 9 + n) for n in range(4)]
     options = {"num_kvcache_blocks": num_blocks, "max_num_batched_tokens": 6, "async_scheduling": is_async}
     with engine(folder, **options) as llm:
+        outputs = llm.generate(prompts, greedy(14), use_tqdm=False)
+        check(folder, prompts, greedy(14), outputs)
+        assert [output.num_cached_tokens for output in outputs] == [0] * 4  # its own blocks aren't a hit
+        check(folder, prompts, greedy(14), llm.generate(prompts, greedy(14), use_tqdm=False))
+        assert llm.scheduler.num_preemptions > 0
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+@pytest.mark.parametrize("num_blocks", range(6, 14))
+def test_twins_preempt_each_other(checkpoint, num_blocks, is_async):
+    """A victim's blocks are its twin's as well, so it would find them at once if it were let in."""
+    folder, prompts = checkpoint("llama"), [random_ids(135, 9)] * 4 + [random_ids(136, 8)] * 2
+    with engine(folder, num_kvcache_blocks=num_blocks, async_scheduling=is_async) as llm:
         for _ in range(2):
             check(folder, prompts, greedy(14), llm.generate(prompts, greedy(14), use_tqdm=False))
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_first_come_first_served_whoever_is_preempted(checkpoint, is_async):
+    folder, prompts = checkpoint("llama"), [random_ids(137 + n, 5) for n in range(8)]
+    with engine(folder, num_kvcache_blocks=9, async_scheduling=is_async) as llm:
+        added = [llm.add_request(prompt, greedy(12)) for prompt in prompts]
+        outputs = drain(llm)
+        assert llm.scheduler.num_preemptions > 0
+    assert [output.request_id for output in outputs] == added
+    check(folder, prompts, greedy(12), outputs)
 
 
 @pytest.mark.parametrize("is_async", [True, False])
@@ -181,11 +205,13 @@ def test_equal_blocks_after_different_prefixes_are_not_confused(checkpoint):
 
 
 @pytest.mark.parametrize("is_async", [True, False])
+@pytest.mark.parametrize("block_size", [1, 4])
 @pytest.mark.parametrize("budget", range(1, 12))
-def test_the_budget_fits_one_prompt_and_part_of_the_second(checkpoint, budget, is_async):
+def test_the_budget_fits_one_prompt_and_part_of_the_second(checkpoint, budget, block_size, is_async):
     """Case 4: in steps of every width, and never a step without progress."""
     folder, prompts = checkpoint("llama"), [random_ids(170, 5), random_ids(171, 7)]
-    with engine(folder, max_num_batched_tokens=budget, async_scheduling=is_async) as llm:
+    options = {"kvcache_block_size": block_size, "async_scheduling": is_async}
+    with engine(folder, max_num_batched_tokens=budget, **options) as llm:
         for prompt in prompts:
             llm.add_request(prompt, greedy(4))
         outputs = drain(llm, limit=40)
@@ -212,6 +238,15 @@ def test_no_token_from_an_unfinished_chunk(checkpoint, is_async):
     folder, prompts = checkpoint("qwen2"), [random_ids(181, 40), random_ids(182, 25)]
     with engine(folder, max_num_batched_tokens=8, async_scheduling=is_async) as llm:
         check(folder, prompts, greedy(10), llm.generate(prompts, greedy(10), use_tqdm=False))
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_no_token_is_computed_that_nobody_needs(checkpoint, is_async):
+    """Length limits are known ahead: no step past max_tokens, and the last token is never fed."""
+    with engine(checkpoint("llama"), async_scheduling=is_async) as llm:
+        llm.step_log = []
+        llm.generate([random_ids(183, 10), random_ids(184, 3)], [greedy(7), greedy(4)], use_tqdm=False)
+    assert [record.num_tokens for record in llm.step_log] == [13, 2, 2, 2, 1, 1, 1]
 
 
 @pytest.mark.parametrize("block_size", [1, 4])

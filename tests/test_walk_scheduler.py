@@ -219,7 +219,9 @@ class Walk:
             return
         step = StepInput.from_chunks(chunks, self.world.block_size)
         oracles = [self.oracles[chunk.sequence.request_id] for chunk in chunks]
-        self.in_flight.append((chunks, self.device.run(step, oracles)))
+        drawn = self.device.run(step, oracles)
+        assert [token_id is not None for token_id in drawn] == [chunk.draws_token for chunk in chunks]
+        self.in_flight.append((chunks, drawn))
 
     def check_chunk(self, chunk, before):
         sequence = chunk.sequence

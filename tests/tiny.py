@@ -81,11 +81,11 @@ def tiny_checkpoint(
 ):
     """Write a checkpoint of 2 layers, hidden 64, 4 heads, 2 KV heads; return its folder (Path).
 
-    spelling: config.json in the style of transformers 5 ("new": rope_parameters, dtype) or 4 ("old": rope_theta,
-    rope_scaling, torch_dtype). num_shards > 1 writes shards and an index; consolidated adds a copy with wrong
-    values, which a loader that trusts the index doesn't see. generation_eos: eos_token_id of
-    generation_config.json. edit(state_dict) changes tensors in place before they are written. All else goes to
-    the config. By default no token ends a sequence.
+    spelling: config.json in the style of transformers 5 ("new": rope_parameters, dtype) or 4 ("old":
+    rope_theta and rope_scaling, torch_dtype). num_shards > 1 writes shards and an index; consolidated adds a
+    copy with wrong values, which a loader that trusts the index doesn't see. generation_eos: eos_token_id of
+    generation_config.json. edit(state_dict) changes tensors before they are written. All else goes to the
+    config. By default no token ends a sequence.
     """
     import transformers
 
