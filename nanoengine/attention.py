@@ -59,6 +59,8 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float) -
         return plain_attention(q, k_cache, v_cache, scale, context)
     if n == q.shape[0]:
         return _decode(q, k_cache, v_cache, scale, context)
+    if n == 0:
+        return _prefill(q, k_cache, v_cache, scale, context)
     out = torch.empty_like(q)
     if n:
         out[:n] = _decode(q[:n], k_cache, v_cache, scale, context)
@@ -69,7 +71,7 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float) -
 def _decode(q, k_cache, v_cache, scale, context: Context) -> Tensor:
     n = q.shape[0]
     return kernels.decode_attention(q, k_cache, v_cache, context.block_tables, context.rows[:n],
-                                    context.context_lens[:n], scale, context.num_splits)
+                                    context.context_lens[:n], scale)
 
 
 def _prefill(q, k_cache, v_cache, scale, context: Context) -> Tensor:

@@ -18,7 +18,6 @@ class Context:
     rows: Tensor                    # [num_chunks]  row of each chunk in block_tables
     context_lens: Tensor            # [num_chunks]  keys that a chunk's last token sees; 0 for padding
     num_decodes: int
-    num_splits: int = 1             # programs that share one sequence's context in the decode kernel
     uses_flash: bool = False
     cu_seqlens_q: Tensor | None = None      # [num_chunks - num_decodes + 1]  query bounds of the other chunks
     cu_seqlens_k: Tensor | None = None      # the same for their keys

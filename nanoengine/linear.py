@@ -143,8 +143,8 @@ class VocabParallelEmbedding(nn.Module):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias. A few rows are a matter of reading the weights once; cuBLAS takes up to 12 times as long
-    as that on small models (H200, 1 row, hidden 1024), so they get a kernel of their own."""
-    if kernels.has_triton(x) and x.shape[0] <= kernels.MAX_MATVEC_ROWS:
-        return kernels.matvec(x, weight, bias)
-    return F.linear(x, weight, bias)
+    """x @ weight.T + bias; a single row has a kernel of its own."""
+    if x.shape[0] > 1 or not kernels.has_triton(x):
+        return F.linear(x, weight, bias)
+    out = kernels.matvec(x, weight)
+    return out if bias is None else out + bias

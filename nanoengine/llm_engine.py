@@ -201,9 +201,9 @@ class LLMEngine:
         if isinstance(prompt, str):
             return self._need_tokenizer().encode(prompt)
         ids = list(prompt)
-        if not all(isinstance(i, Integral) and not isinstance(i, bool) for i in ids):
+        if not all(issubclass(kind, Integral) and kind is not bool for kind in set(map(type, ids))):
             raise TypeError(f"a prompt is a string or a list of token ids, not {prompt!r:.60}")
-        return [int(i) for i in ids]
+        return list(map(int, ids))
 
     def _need_tokenizer(self):
         refuse_if(self.tokenizer is None, "the model folder has no tokenizer: give prompts as lists of token ids")

@@ -134,15 +134,14 @@ class ModelRunner:
             return None
 
     def _measure_graphs(self) -> int:
-        """Bytes for all graphs: the largest holds the shared pool, each further one costs what the second does."""
+        """Bytes that the graphs will take, read off the largest: the smaller ones share its memory pool."""
         if not self._captures():
             return 0
-        free = [torch.cuda.mem_get_info(self.device)[0]]
-        for num_graphs in (1, 2):
-            graphs = self._make_graphs(num_graphs)
-            free.append(torch.cuda.mem_get_info(self.device)[0])
-            del graphs
-        return free[0] - free[1]
+        gc.collect()
+        torch.cuda.empty_cache()
+        free = torch.cuda.mem_get_info(self.device)[0]
+        graphs = self._make_graphs(1)       # kept until its memory is read
+        return free - torch.cuda.mem_get_info(self.device)[0] if graphs else 0
 
     def _warm_up(self) -> None:
         """The largest step, of the spare row: most tokens, most sequences, every one of them drawn with filters."""
@@ -178,18 +177,15 @@ class ModelRunner:
         token_rows, positions, slots, rows, lens, draw_positions, last, cu_q, cu_k = self._to_device(
             flat.token_rows, flat.positions, flat.slot_mapping, flat.rows, flat.context_lens, flat.draw_positions,
             flat.last_indices, flat.cu_seqlens_q, flat.cu_seqlens_k)
-        context = Context(slots, self.block_tables, rows, lens, flat.num_decodes, self._num_splits(len(rows)),
-                          self.uses_flash, cu_q, cu_k, flat.max_seqlen_q, flat.max_seqlen_k)
+        context = Context(slots, self.block_tables, rows, lens, flat.num_decodes, self.uses_flash,
+                          cu_q, cu_k, flat.max_seqlen_q, flat.max_seqlen_k)
         return self._compute(context, token_rows, positions, draw_positions, last)
 
     def _decode(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """What a graph holds: a whole step of one-token chunks. inputs [5, num_seqs] int64."""
         rows, positions, slots, context_lens, draw_positions = inputs
-        context = Context(slots, self.block_tables, rows, context_lens, len(rows), self._num_splits(len(rows)))
+        context = Context(slots, self.block_tables, rows, context_lens, len(rows))
         return self._compute(context, rows, positions, draw_positions)
-
-    def _num_splits(self, num_seqs: int) -> int:
-        return kernels.num_decode_splits(num_seqs, self.model_config.num_key_value_heads // self.group.size)
 
     def _compute(self, context: Context, token_rows: Tensor, positions: Tensor, draw_positions: Tensor,
                  last_indices: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -244,10 +240,14 @@ class ModelRunner:
         self.settings[:, device_rows] = torch.tensor(settings).T.to(self.device)
 
     def _to_device(self, *arrays: np.ndarray) -> tuple[Tensor, ...]:
-        """int64 tensors on the device, in one copy."""
-        packed = self._pinned(sum(map(len, arrays)))
-        np.concatenate(arrays, out=packed.numpy(), casting="unsafe")
-        return packed.to(self.device, non_blocking=True).split([len(array) for array in arrays])
+        """int64 tensors on the device, in one copy. Each begins at a multiple of 16 bytes: Triton compiles a kernel
+        anew for pointers that don't."""
+        starts = np.cumsum([0] + [-(-len(array) // 2) * 2 for array in arrays])
+        packed = self._pinned(starts[-1])
+        for start, array in zip(starts, arrays):
+            packed.numpy()[start:start + len(array)] = array
+        on_device = packed.to(self.device, non_blocking=True)
+        return tuple(on_device[start:start + len(array)] for start, array in zip(starts, arrays))
 
     def _pinned(self, *shape: int) -> Tensor:
         """A fresh host buffer. torch's pinned allocator reuses one only when the copies out of it are done."""
