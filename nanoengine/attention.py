@@ -15,9 +15,11 @@ from nanoengine import kernels
 from nanoengine.context import Context, get_context
 
 try:
-    from flash_attn import flash_attn_varlen_func
+    from flash_attn.flash_attn_interface import _flash_attn_varlen_forward as flash_forward
+    # torch's wrapper of custom operators imports its compiler at the first call: 2 to 4 s of start-up, for nothing
+    flash_forward = getattr(flash_forward, "_init_fn", flash_forward)
 except ImportError:
-    flash_attn_varlen_func = None
+    flash_forward = None
 
 FLASH_BLOCK_SIZE = 256      # its paged version wants multiples
 
@@ -26,7 +28,7 @@ def reason_against_flash(device: torch.device, dtype: torch.dtype, head_dim: int
     """Why flash-attn can't serve this engine, or None if it can."""
     if device.type != "cuda":
         return f"the device is {device.type}"
-    if flash_attn_varlen_func is None:
+    if flash_forward is None:
         return "flash-attn isn't installed"
     if dtype not in (torch.float16, torch.bfloat16):
         return f"the dtype is {dtype}"
@@ -40,7 +42,7 @@ def _reason_of_build(device, dtype, head_dim) -> str | None:
     q = torch.zeros(1, 1, head_dim, device=device, dtype=dtype)
     bounds = torch.tensor([0, 1], device=device, dtype=torch.int32)
     try:
-        flash_attn_varlen_func(q, q, q, bounds, bounds, 1, 1, causal=True)
+        flash_forward(q, q, q, bounds, bounds, 1, 1, 0.0, 1.0, causal=True)
         torch.cuda.synchronize(device)
     except RuntimeError as error:
         return f"its build refuses head_dim {head_dim} ({error})"
@@ -78,10 +80,9 @@ def _prefill(q, k_cache, v_cache, scale, context: Context) -> Tensor:
     n = context.num_decodes
     if not context.uses_flash:
         return plain_attention(q, k_cache, v_cache, scale, context, first_chunk=n)
-    return flash_attn_varlen_func(
-        q[n:], k_cache, v_cache, cu_seqlens_q=context.cu_seqlens_q.int(), cu_seqlens_k=context.cu_seqlens_k.int(),
-        max_seqlen_q=context.max_seqlen_q, max_seqlen_k=context.max_seqlen_k, softmax_scale=scale, causal=True,
-        block_table=context.block_tables[context.rows[n:]])
+    return flash_forward(q[n:], k_cache, v_cache, context.cu_seqlens_q.int(), context.cu_seqlens_k.int(),
+                         context.max_seqlen_q, context.max_seqlen_k, 0.0, scale, causal=True,
+                         block_table=context.block_tables[context.rows[n:]])[0]
 
 
 def plain_attention(q, k_cache, v_cache, scale, context: Context, first_chunk: int = 0) -> Tensor:

@@ -38,7 +38,7 @@ class Attention(nn.Module):
     def forward(self, hidden: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
         q = kernels.rope_and_store(
             self.qkv_proj(hidden), positions, get_context().slot_mapping, cos_sin, self.k_cache, self.v_cache,
-            self.num_heads, self.num_kv_heads, self.q_norm and self.q_norm.weight, self.k_norm and self.k_norm.weight,
+            self.num_heads, self.q_norm and self.q_norm.weight, self.k_norm and self.k_norm.weight,
             self.eps)                           # [num_tokens, num_heads, head_dim]
         return self.o_proj(paged_attention(q, self.k_cache, self.v_cache, self.scale).flatten(1))
 

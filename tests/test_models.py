@@ -93,7 +93,7 @@ def test_llama_with_biases_is_right_or_refused_by_name(checkpoint, field):
 
 def test_shards_with_an_index_beside_a_consolidated_copy(checkpoint):
     folder = checkpoint("qwen3", num_shards=3, consolidated=True)
-    assert len(list(folder.glob("*.safetensors"))) == 4
+    assert len(list(folder.glob("*.safetensors"))) == 5
     check_tokens(folder, [random_ids(7, 20)])
 
 

@@ -706,6 +706,7 @@ def test_stop_strings(chat_checkpoint, tokenizer, is_async):
             check_stop(llm, tokenizer, prompt, token_ids, texts[place][-1] + texts[place + 1][0])
         for place in long:
             check_stop(llm, tokenizer, prompt, token_ids, [texts[place][1:-1]])
+            check_stop(llm, tokenizer, prompt, token_ids, [texts[place][-2:], texts[place][:2]])
         for place in places(texts, 3)[:2]:
             check_stop(llm, tokenizer, prompt, token_ids, "".join(texts[place : place + 3]))
         check_stop(llm, tokenizer, prompt, token_ids, ("never there", texts[long[-1]], texts[pairs[0]]))

@@ -209,6 +209,17 @@ def test_running_sequences_have_the_budget_before_waiting_ones_oldest_first():
     assert step(scheduler) == [("a", 8, 1, True), ("b", 4, 3, True), ("c", 0, 2, True)]
 
 
+def test_running_sequences_share_one_budget():
+    """a takes one of eight tokens, so the next chunk of b's prompt has seven."""
+    scheduler = make(budget=8)
+    add(scheduler, "a", 5)
+    add(scheduler, "b", 20)
+    assert [step(scheduler) for _ in range(3)] == [
+        [("a", 0, 5, True), ("b", 0, 3, False)],
+        [("a", 5, 1, True), ("b", 3, 7, False)],
+        [("a", 6, 1, True), ("b", 10, 7, False)]]
+
+
 def test_a_budget_smaller_than_the_number_of_running_sequences_makes_the_youngest_wait():
     scheduler = make(budget=2)
     for name in "abc":

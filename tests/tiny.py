@@ -171,7 +171,8 @@ def write_weights(folder, state, num_shards, consolidated):
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     if consolidated:
         wrong = {name: torch.full_like(tensor, 0.125) for name, tensor in state.items()}
-        save_file(wrong, folder / "consolidated.safetensors", metadata={"format": "pt"})
+        for file in ("consolidated.safetensors", "original.safetensors"):  # before and after the shards by name
+            save_file(wrong, folder / file, metadata={"format": "pt"})
 
 
 def copy_checkpoint(source, folder, *, config=None, edit=None, generation_eos=None):

@@ -1,12 +1,17 @@
 """Known-wrong variants of the deciding half: one line each, and the test files that must reject it.
 
 (file in nanoengine/, old snippet, new snippet, what is wrong, test files in tests/ of which each must fail).
-The old snippet stands exactly once in its file. The walk (test_walk_scheduler.py) is named where it alone would find
-the mistake within its 400 walks; the small worked examples are named everywhere, since they say what is wrong.
+The old snippet stands exactly once in its file. A small worked example rejects each of them, since it says what is
+wrong; the walk (test_walk_scheduler.py) is named too where its 400 walks find the mistake. A runner sets
+NANOENGINE_NO_SHRINK=1, or the walk spends a minute on making its counterexample small.
 """
 
 BLOCKS, SCHEDULER, STEP, CONFIG, WALK = ("test_block_manager.py", "test_scheduler.py", "test_step_input.py",
                                          "test_config.py", "test_walk_scheduler.py")
+
+# No mistake. Every test file must pass with it: if not, a runner's rejections of the others mean nothing.
+CONTROL = ("scheduler.py", "        sequence.num_computed += num_tokens\n",
+           "        sequence.num_computed = sequence.num_computed + num_tokens\n", "nothing is wrong", ())
 
 VARIANTS = [
     # Blocks and the prefix cache
@@ -100,8 +105,6 @@ VARIANTS = [
      "an aborted or stopped sequence goes on growing", (SCHEDULER, WALK)),
     ("scheduler.py", "            self.block_manager.register(sequence, chunk.start, chunk.end)\n", "",
      "nothing is ever cached", (SCHEDULER,)),
-    ("scheduler.py", "        sequence.num_computed += num_tokens\n", "        sequence.num_computed += num_tokens\n"
-     "        # computed", "no mistake: the runner must report this one as not rejected", ()),
     ("scheduler.py", "elif len(sequence.token_ids) >= sequence.max_num_tokens:",
      "elif len(sequence.token_ids) > sequence.max_num_tokens:", "the last token is not seen as such", (SCHEDULER, WALK)),
     ("scheduler.py", "        self.free_rows.append(sequence.row)\n", "", "rows run out", (SCHEDULER, WALK)),
