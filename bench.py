@@ -26,6 +26,7 @@ from collections import Counter, defaultdict
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 
@@ -240,7 +241,7 @@ class TransformersEngine:
         from transformers import AutoModelForCausalLM
         self.model = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(device).eval()
         self.model.generation_config.eos_token_id = None  # ignore_eos
-        self.batch, self.step_log = batch, None
+        self.batch, self.on_step = batch, None
 
     def __enter__(self):
         return self
@@ -264,14 +265,39 @@ class TransformersEngine:
         return outputs
 
 
-def generate(llm, params_class, work, step_log=None):
+class StepRecord(NamedTuple):
+    num_seqs: int
+    num_tokens: int
+    num_context_tokens: int     # keys read, summed over chunks
+    num_padding_rows: int
+    kv_blocks_used: int
+    kv_blocks_total: int
+    seconds: float              # since the step before was taken in
+
+
+def recorder(llm, steps):
+    """A function for `llm.on_step` that appends a StepRecord to `steps` for each step taken in from now on."""
+    last = time.perf_counter()
+
+    def on_step(chunks, launch):
+        nonlocal last
+        manager, before = llm.scheduler.block_manager, last
+        last = time.perf_counter()
+        steps.append(StepRecord(
+            len(chunks), sum(chunk.num_tokens for chunk in chunks), sum(chunk.end for chunk in chunks),
+            launch.num_padding_rows, manager.num_blocks - manager.num_free_blocks, manager.num_blocks, last - before))
+    return on_step
+
+
+def generate(llm, params_class, work, steps=None):
     """(seconds, output tokens, step records) of one `generate` call over `work`."""
     params = [params_class(temperature=0.6, max_tokens=n, ignore_eos=True) for n in work.output_lens]
-    llm.step_log = [] if step_log is None else step_log
+    steps = [] if steps is None else steps
+    llm.on_step = recorder(llm, steps)
     start = time.perf_counter()
     outputs = llm.generate(work.prompts, params, use_tqdm=False)
     seconds = time.perf_counter() - start
-    steps, llm.step_log = llm.step_log, None
+    llm.on_step = None
     lens = [len(output.token_ids) for output in outputs]
     if lens != work.output_lens:
         raise RuntimeError(f"{work.name}: asked for {sum(work.output_lens)} tokens, got {sum(lens)}")

@@ -1,7 +1,7 @@
 """Attention over the paged cache: the plain version that defines it, and the fast paths that must equal it.
 
-One interface: `paged_attention` reads this step's `Context`. Keys and values of this step's tokens are already in the
-cache (see `kernels.rope_and_store`), so a chunk simply looks back at everything up to itself.
+`paged_attention` reads this step's `Context`. Keys and values of this step's tokens are already in the cache (see
+`kernels.rope_and_store`), so a chunk simply looks back at everything up to itself.
 
     context_lens 7, chunk of 3      keys     | 0 1 2 3 4 5 6 |
                                     queries          | 4 5 6 |      query 4 sees keys 0-4, query 6 sees all
@@ -16,7 +16,7 @@ from nanoengine.context import Context, get_context
 
 try:
     from flash_attn.flash_attn_interface import _flash_attn_varlen_forward as flash_forward
-    # torch's wrapper of custom operators imports its compiler at the first call: 2 to 4 s of start-up, for nothing
+    # Past torch's custom-operator wrapper, which imports torch's compiler at its first call: 2 to 4 s of start-up.
     flash_forward = getattr(flash_forward, "_init_fn", flash_forward)
 except ImportError:
     flash_forward = None
@@ -25,27 +25,19 @@ FLASH_BLOCK_SIZE = 256      # its paged version wants multiples
 
 
 def reason_against_flash(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
-    """Why flash-attn can't serve this engine, or None if it can."""
-    if device.type != "cuda":
-        return f"the device is {device.type}"
+    """Why flash-attn can't serve this engine, or None if it can. Builds differ in head sizes and GPUs: ask by running."""
+    if device.type != "cuda" or dtype == torch.float32:
+        return f"the device is {device.type} and the dtype {dtype}"
     if flash_forward is None:
-        return "flash-attn isn't installed"
-    if dtype not in (torch.float16, torch.bfloat16):
-        return f"the dtype is {dtype}"
+        return "it isn't installed"
     if block_size % FLASH_BLOCK_SIZE:
-        return f"kvcache_block_size {block_size} is no multiple of {FLASH_BLOCK_SIZE}"
-    return _reason_of_build(device, dtype, head_dim)
-
-
-def _reason_of_build(device, dtype, head_dim) -> str | None:
-    """Ask the installed build by running it: builds differ in head sizes and GPUs."""
-    q = torch.zeros(1, 1, head_dim, device=device, dtype=dtype)
-    bounds = torch.tensor([0, 1], device=device, dtype=torch.int32)
+        return f"kvcache_block_size={block_size} is no multiple of {FLASH_BLOCK_SIZE}"
+    q, bounds = torch.zeros(1, 1, head_dim, device=device, dtype=dtype), torch.arange(2, device=device).int()
     try:
         flash_forward(q, q, q, bounds, bounds, 1, 1, 0.0, 1.0, causal=True)
         torch.cuda.synchronize(device)
     except RuntimeError as error:
-        return f"its build refuses head_dim {head_dim} ({error})"
+        return f"its build refuses head_dim={head_dim} ({error})"
     return None
 
 
@@ -59,30 +51,17 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float) -
     context, n = get_context(), get_context().num_decodes
     if not kernels.has_triton(q):
         return plain_attention(q, k_cache, v_cache, scale, context)
-    if n == q.shape[0]:
-        return _decode(q, k_cache, v_cache, scale, context)
-    if n == 0:
-        return _prefill(q, k_cache, v_cache, scale, context)
-    out = torch.empty_like(q)
-    if n:
-        out[:n] = _decode(q[:n], k_cache, v_cache, scale, context)
-    out[n:] = _prefill(q, k_cache, v_cache, scale, context)
-    return out
-
-
-def _decode(q, k_cache, v_cache, scale, context: Context) -> Tensor:
-    n = q.shape[0]
-    return kernels.decode_attention(q, k_cache, v_cache, context.block_tables, context.rows[:n],
-                                    context.context_lens[:n], scale)
-
-
-def _prefill(q, k_cache, v_cache, scale, context: Context) -> Tensor:
-    n = context.num_decodes
-    if not context.uses_flash:
-        return plain_attention(q, k_cache, v_cache, scale, context, first_chunk=n)
-    return flash_forward(q[n:], k_cache, v_cache, context.cu_seqlens_q.int(), context.cu_seqlens_k.int(),
-                         context.max_seqlen_q, context.max_seqlen_k, 0.0, scale, causal=True,
-                         block_table=context.block_tables[context.rows[n:]])[0]
+    outputs = []
+    if n > 0:
+        outputs.append(kernels.decode_attention(q[:n], k_cache, v_cache, context.block_tables, context.rows[:n],
+                                                context.context_lens[:n], scale))
+    if n < len(q) and context.uses_flash:
+        outputs.append(flash_forward(
+            q[n:], k_cache, v_cache, context.cu_seqlens_q.int(), context.cu_seqlens_k.int(), context.max_seqlen_q,
+            context.max_seqlen_k, 0.0, scale, causal=True, block_table=context.block_tables[context.rows[n:]])[0])
+    elif n < len(q):
+        outputs.append(plain_attention(q, k_cache, v_cache, scale, context, first_chunk=n))
+    return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
 
 def plain_attention(q, k_cache, v_cache, scale, context: Context, first_chunk: int = 0) -> Tensor:
@@ -96,15 +75,11 @@ def plain_attention(q, k_cache, v_cache, scale, context: Context, first_chunk: i
     for i in range(first_chunk, len(bounds) - 1):
         context_len, num_tokens = int(context.context_lens[i]), bounds[i + 1] - bounds[i]
         blocks = context.block_tables[context.rows[i], :-(-context_len // block_size)]
-        k = k_cache[blocks].flatten(0, 1)[:context_len]      # [context_len, num_kv_heads, head_dim]
-        v = v_cache[blocks].flatten(0, 1)[:context_len]
-        # The query heads that share a KV head become further queries of it: [num_kv_heads, group * num_tokens, d].
+        k, v = (cache[blocks].flatten(0, 1)[:context_len].transpose(0, 1) for cache in (k_cache, v_cache))
+        # The query heads that share a KV head become further queries of it: [num_kv_heads, group * num_tokens, dim].
         queries = q[bounds[i]:bounds[i + 1]].unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)
-        mask = None
-        if num_tokens > 1:
-            ends = torch.arange(context_len - num_tokens, context_len, device=q.device)
-            mask = (torch.arange(context_len, device=q.device) <= ends[:, None]).repeat(queries.shape[1], 1)
-        out = F.scaled_dot_product_attention(queries.flatten(1, 2), k.transpose(0, 1), v.transpose(0, 1),
-                                             attn_mask=mask, scale=scale)
+        position = torch.arange(context_len, device=q.device)
+        mask = (position <= position[context_len - num_tokens:, None]).repeat(queries.shape[1], 1)
+        out = F.scaled_dot_product_attention(queries.flatten(1, 2), k, v, attn_mask=mask, scale=scale)
         outputs.append(out.unflatten(1, queries.shape[1:3]).permute(2, 0, 1, 3).flatten(1, 2))
     return torch.cat(outputs)

@@ -36,7 +36,7 @@ class Group:
         if self.size == 1:
             return x[None]
         out = x.new_empty(self.size, *x.shape)
-        dist.all_gather_into_tensor(out, x.contiguous())
+        dist.all_gather(list(out), x.contiguous())
         return out
 
     def all_min(self, x: Tensor) -> Tensor:

@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
-from typing import NamedTuple
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
@@ -48,18 +47,6 @@ class RequestOutput:
     num_cached_tokens: int      # prompt tokens whose KV was found in the prefix cache
 
 
-class StepRecord(NamedTuple):
-    """One finished step, for whoever sets `LLMEngine.step_log` to a list."""
-
-    num_seqs: int
-    num_tokens: int
-    num_context_tokens: int     # keys read, summed over chunks
-    num_padding_rows: int
-    kv_blocks_used: int
-    kv_blocks_total: int
-    seconds: float              # since the step before was taken in
-
-
 class LLMEngine:
     """An engine for one model. `model`: a folder, or the id of a model on the hub; options: see `EngineConfig`.
 
@@ -78,6 +65,7 @@ class LLMEngine:
         self._finalizer = weakref.finalize(self, self._ranks.close)
         num_blocks = self.config.num_kvcache_blocks or self._num_blocks_that_fit(config.max_model_len or 1)
         self._ranks.call("allocate", num_blocks)
+        logger.info("KV cache: %d blocks of %d tokens", num_blocks, self.config.kvcache_block_size)
         block_manager = BlockManager(num_blocks, self.config.kvcache_block_size, self.config.enable_prefix_caching)
         self.scheduler = Scheduler(block_manager, self.config.max_num_seqs, self.config.max_num_batched_tokens)
         eos = getattr(self.tokenizer, "eos_token_id", None)
@@ -86,8 +74,7 @@ class LLMEngine:
         self._outputs: list[RequestOutput] = []     # of requests that ended, until `step` returns them
         self._in_flight = None                      # (chunks, Launch) of the step whose result isn't taken in yet
         self._ids, self._seeds = itertools.count(), random.Random(self.config.seed)
-        self.step_log: list[StepRecord] | None = None
-        self._last_time = 0.0
+        self.on_step = None                         # for who wants to watch: called as on_step(chunks, launch)
 
     def _num_blocks_that_fit(self, wanted_len: int) -> int:
         num_blocks, block_size = self._ranks.call("measure"), self.config.kvcache_block_size
@@ -95,7 +82,6 @@ class LLMEngine:
             raise RuntimeError(f"memory is left for {num_blocks} KV blocks of {block_size} tokens, but one request of "
                                f"max_model_len={wanted_len} needs {-(-wanted_len // block_size)}; lower max_model_len or "
                                "max_num_batched_tokens, or raise gpu_memory_utilization")
-        logger.info("KV cache: %d blocks of %d tokens; longer requests are refused", num_blocks, block_size)
         return num_blocks
 
     # The engine proper
@@ -103,8 +89,6 @@ class LLMEngine:
     def _advance(self) -> None:
         """One step: choose, launch, and take in the step before (or, without async scheduling, this one)."""
         with interrupts_deferred():
-            if self._in_flight is None:
-                self._last_time = time.perf_counter()
             chunks = self.scheduler.schedule()
             launched = self._launch(chunks) if chunks else None
             if self.config.async_scheduling:
@@ -113,36 +97,25 @@ class LLMEngine:
                 self._take_in(*launched)
 
     def _launch(self, chunks: list[Chunk]):
-        """Start the step on every rank. If that fails, its requests end with "error" and the others go on; with
-        several ranks, which may now disagree, the engine closes and the error is raised."""
+        """Start the step on every rank. If that fails, its requests end with "error" and the others go on; if several
+        ranks may now disagree, the engine is closed and the error raised (see `Ranks`)."""
         try:
-            step = StepInput.from_chunks(chunks, self.config.kvcache_block_size)
-            return chunks, self._ranks.call("run", step)
+            return chunks, self._ranks.call("run", StepInput.from_chunks(chunks, self.config.kvcache_block_size))
         except Exception:
-            if self.config.tensor_parallel_size > 1:
-                self.close()
+            if self._ranks.is_closed:
                 raise
             logger.exception("a step failed; its %d requests end with finish_reason 'error'", len(chunks))
             for chunk in chunks:
                 self._end(chunk.sequence, "error")
 
     def _take_in(self, chunks: list[Chunk], launch) -> None:
-        try:
-            token_ids = self._ranks.token_ids(launch)
-        except Exception:       # the device itself is in trouble
-            self.close()
-            raise
-        for sequence in self.scheduler.update(chunks, token_ids):
+        for sequence in self.scheduler.update(chunks, self._ranks.token_ids(launch)):
             if sequence.finish_reason != "stop":        # a stop token's text isn't shown
                 sequence.text.append(sequence.token_ids[-1])
             if sequence.text.is_stopped or sequence.finish_reason:
-                self._end(sequence, "stop" if sequence.text.is_stopped else sequence.finish_reason)
-        if self.step_log is not None:
-            manager, now = self.scheduler.block_manager, time.perf_counter()
-            self.step_log.append(StepRecord(
-                len(chunks), sum(c.num_tokens for c in chunks), sum(c.end for c in chunks), launch.num_padding_rows,
-                manager.num_blocks - manager.num_free_blocks, manager.num_blocks, now - self._last_time))
-            self._last_time = now
+                self._end(sequence, sequence.finish_reason or "stop")
+        if self.on_step:
+            self.on_step(chunks, launch)
 
     def _end(self, sequence: Sequence, reason: str) -> None:
         """End a live sequence, in whatever state it is, and make its output."""
@@ -150,6 +123,7 @@ class LLMEngine:
         del self._live[sequence.request_id]
         token_ids = sequence.output_token_ids
         sequence.text.flush(token_ids[:-1] if reason == "stop" else token_ids)
+        reason = "stop" if sequence.text.is_stopped else reason
         sequence.output = RequestOutput(sequence.request_id, sequence.token_ids[:sequence.num_prompt_tokens],
                                         sequence.text.text, token_ids, reason, sequence.num_cached_tokens or 0)
         if not sequence.is_owned:
@@ -173,7 +147,7 @@ class LLMEngine:
         return sequence.request_id
 
     def _sequence(self, prompt, params: SamplingParams, request_id: str | None = None, is_owned=False) -> Sequence:
-        if not self._finalizer.alive:
+        if self._ranks.is_closed:
             raise RuntimeError("the engine is closed")
         ids, limit, manager = self._encode(prompt), self.config.max_model_len, self.scheduler.block_manager
         refuse_if(request_id in self._live, f"request_id {request_id!r} is in use by a request that hasn't ended")

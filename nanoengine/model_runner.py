@@ -5,14 +5,13 @@ next step can be launched before anybody has read them, and no step sends token 
 block table lives here too: each token's slot tells which block its position is in. Nothing here decides anything.
 
     history   row 3 | 11 42 7 99 23 .  .  . |      a decode step of row 3 reads position 4 (23), computes it,
-                                 ^  ^               and writes the token it draws to position 5
+                                 ^  ^              and writes the token it draws to position 5
 """
 
 import gc
 import logging
 import os
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 
 from nanoengine import attention, kernels, sampler
-from nanoengine.config import EngineConfig, ModelConfig
+from nanoengine.config import EngineConfig, ModelConfig, refuse_if
 from nanoengine.context import Context, reset_context, set_context
 from nanoengine.cuda_graph import CudaGraphs, default_batch_sizes
 from nanoengine.decoder import Decoder
@@ -32,18 +31,16 @@ logger = logging.getLogger(__name__)
 
 
 class Launch:
-    """A launched step's tokens, on their way to the host."""
+    """A launched step's tokens, one per chunk, on their way to the host."""
 
-    def __init__(self, token_ids: Tensor, num_padding_rows: int = 0):
+    def __init__(self, token_ids: Tensor, num_padding_rows: int):
         self.num_padding_rows = num_padding_rows
-        self._token_ids = torch.empty(token_ids.shape, dtype=token_ids.dtype, pin_memory=token_ids.is_cuda)
+        self._token_ids = torch.empty_like(token_ids, device="cpu", pin_memory=token_ids.is_cuda)
         self._token_ids.copy_(token_ids, non_blocking=True)
-        self._done = torch.cuda.Event() if token_ids.is_cuda else None
-        if self._done:
-            self._done.record()
+        self._done = torch.cuda.current_stream(token_ids.device).record_event() if token_ids.is_cuda else None
 
     def token_ids(self) -> list[int]:
-        """One id per chunk. Waits for this step alone, not for what was launched after it."""
+        """Waits for this step alone, not for what was launched after it."""
         if self._done:
             self._done.synchronize()
         return self._token_ids.tolist()
@@ -52,61 +49,63 @@ class Launch:
 class ModelRunner:
     """Only this class writes tensors. Use: `measure`, then `allocate`, then `run` once per step.
 
-    config: with no None left in it but, maybe, `num_kvcache_blocks` and `cuda_graph_batch_sizes` (see `resolve`).
+    config: as `resolve` returns it. Row `max_num_seqs` of the state belongs to nobody and serves padding, position
+    `max_model_len` to no token: what must not be kept is written there.
     """
 
     def __init__(self, folder: Path, model_config: ModelConfig, config: EngineConfig, group: Group = Group()):
         self.config, self.model_config, self.group = config, model_config, group
         self.device = torch.device("cuda", group.rank) if config.device == "cuda" else torch.device("cpu")
         self.dtype, self.block_size = getattr(torch, config.dtype), config.kvcache_block_size
-        self.model = self._load(folder)
+        default_dtype = torch.get_default_dtype()
+        try:
+            torch.set_default_dtype(self.dtype)
+            with self.device:
+                self.model = Decoder(model_config, config.max_model_len, group)
+        finally:
+            torch.set_default_dtype(default_dtype)
+        load_weights(folder, self.model.sources())
         reason = attention.reason_against_flash(self.device, self.dtype, model_config.head_dim, self.block_size)
         self.uses_flash = reason is None
         logger.info("attention: %s", "flash-attn for prefill" if self.uses_flash else f"no flash-attn, as {reason}")
         num_rows, length = config.max_num_seqs + 1, config.max_model_len
-        self.spare_row, self.no_position = num_rows - 1, length     # what must not be kept is written there
+        self.spare_row, self.no_position = num_rows - 1, length
         with self.device:
             self.history = torch.zeros(num_rows, length + 1, dtype=torch.int32)
             self.block_tables = torch.zeros(num_rows, -(-length // self.block_size), dtype=torch.int32)
             self.seeds = torch.zeros(num_rows, dtype=torch.int64)
             self.settings = torch.zeros(4, num_rows)                # temperature, top_k, top_p, min_p
 
-    def _load(self, folder: Path) -> Decoder:
-        default_dtype = torch.get_default_dtype()
-        torch.set_default_dtype(self.dtype)
-        try:
-            with self.device:
-                model = Decoder(self.model_config, self.config.max_model_len, self.group)
-        finally:
-            torch.set_default_dtype(default_dtype)
-        load_weights(folder, model.sources())
-        return model
-
-    # Memory: measured with no pool but the spare block, then given to the pool.
-
     def measure(self) -> int:
-        """How many KV blocks fit: on the GPU what is left after weights, the largest step and the graphs; on the
-        CPU min(2 GiB, a quarter of the available memory). Never more than all rows at full length could use."""
-        most = self.config.max_num_seqs * self.block_tables.shape[1]
-        if self.device.type == "cpu":
-            return min(most, min(2 << 30, available_memory() // 4) // self._block_bytes())
-        self.allocate(0, capture=False)
-        self._warm_up()
-        peak, graph_bytes = torch.cuda.max_memory_allocated(self.device), self._measure_graphs()
-        gc.collect()
-        torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info(self.device)          # what other processes hold is not free
-        activations = peak - torch.cuda.memory_allocated(self.device)
-        spare = int(total * self.config.gpu_memory_utilization) - (total - free) - activations - graph_bytes
-        logger.info("GPU memory in GiB: total %.2f, taken %.2f, largest step %.2f, graphs %.2f, left for KV %.2f",
-                    *(n / 2**30 for n in (total, total - free, activations, graph_bytes, spare)))
-        fits = torch.tensor(max(0, min(most, spare // self._block_bytes())), device=self.device)
+        """How many KV blocks fit on the rank that has least room: on a GPU what weights, the largest step, the graphs
+        and other processes leave; on the CPU min(2 GiB, a quarter of the available memory). Never more than useful."""
+        model, most = self.model_config, self.config.max_num_seqs * self.block_tables.shape[1]
+        block_bytes = (2 * model.num_hidden_layers * self.block_size * model.num_key_value_heads * model.head_dim
+                       * self.dtype.itemsize // self.group.size)
+        spare = self._spare_gpu_memory() if self.device.type == "cuda" else min(2 << 30, available_memory() // 4)
+        fits = torch.tensor(max(0, min(most, spare // block_bytes)), device=self.device)
         return int(self.group.all_min(fits))
 
-    def _block_bytes(self) -> int:
-        model = self.model_config
-        num_values = 2 * model.num_hidden_layers * self.block_size * model.num_key_value_heads * model.head_dim
-        return num_values * self.dtype.itemsize // self.group.size
+    def _spare_gpu_memory(self) -> int:
+        """Bytes left for KV blocks, found by running the largest step and capturing the largest graph (whose memory
+        the smaller ones share) with no pool but the spare block."""
+        self.allocate(0, capture=False)
+        config = self.config
+        num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
+        num_tokens = np.full(num_seqs, min(config.max_num_batched_tokens // num_seqs, config.max_model_len))
+        block_ids = np.zeros(num_seqs * -(-num_tokens[0] // self.block_size), int)
+        self.run(StepInput([], np.full(num_seqs, self.spare_row), np.zeros(num_seqs, int), num_tokens,
+                           np.zeros(num_seqs, bool), block_ids, list(range(num_seqs)))).token_ids()
+        gc.collect()
+        torch.cuda.empty_cache()
+        activations = torch.cuda.max_memory_allocated(self.device) - torch.cuda.memory_allocated(self.device)
+        free, total = torch.cuda.mem_get_info(self.device)          # what other processes hold is not free
+        self._capture(largest_only=True)
+        graphs = free - torch.cuda.mem_get_info(self.device)[0]
+        spare = int(total * config.gpu_memory_utilization) - (total - free) - activations - graphs
+        logger.info("GPU memory in GiB: total %.2f, taken %.2f, largest step %.2f, graphs %.2f, left for KV %.2f",
+                    *(n / 2**30 for n in (total, total - free, activations, graphs, spare)))
+        return spare
 
     def allocate(self, num_blocks: int, capture: bool = True) -> None:
         """The KV cache, with a spare block that padding writes to, and the graphs that know its address."""
@@ -118,46 +117,24 @@ class ModelRunner:
         self.model.bind_kv_cache(self.kv_cache)
         self.block_tables.fill_(num_blocks)
         self.padding = [self.spare_row, 0, num_blocks * self.block_size, 0, self.no_position]
-        if capture and self._captures():
-            self.graphs = self._make_graphs()
+        if capture:
+            self._capture()
 
-    def _captures(self) -> bool:
-        return not self.config.enforce_eager and kernels.has_triton(self.kv_cache) and self.device.type == "cuda"
-
-    def _make_graphs(self, num_largest: int | None = None) -> CudaGraphs | None:
+    def _capture(self, largest_only: bool = False) -> None:
+        if self.config.enforce_eager or self.device.type != "cuda" or not kernels.has_triton(self.kv_cache):
+            return
         sizes = self.config.cuda_graph_batch_sizes or default_batch_sizes(self.config.max_num_seqs)
-        sizes = sorted(size for size in set(sizes) if size <= self.config.max_num_seqs)
+        sizes = sorted({min(size, self.config.max_num_seqs) for size in sizes})
         try:
-            return CudaGraphs(self._decode, sizes[-(num_largest or len(sizes)):], self.padding, self.device)
-        except (RuntimeError, torch.OutOfMemoryError) as error:
+            self.graphs = CudaGraphs(self._decode, sizes[-1:] if largest_only else sizes, self.padding, self.device)
+        except RuntimeError as error:       # out of memory is one too
             logger.warning("no CUDA graphs, decode runs eagerly: %s", error)
-            return None
-
-    def _measure_graphs(self) -> int:
-        """Bytes that the graphs will take, read off the largest: the smaller ones share its memory pool."""
-        if not self._captures():
-            return 0
-        gc.collect()
-        torch.cuda.empty_cache()
-        free = torch.cuda.mem_get_info(self.device)[0]
-        graphs = self._make_graphs(1)       # kept until its memory is read
-        return free - torch.cuda.mem_get_info(self.device)[0] if graphs else 0
-
-    def _warm_up(self) -> None:
-        """The largest step, of the spare row: most tokens, most sequences, every one of them drawn with filters."""
-        num_seqs = min(self.config.max_num_seqs, self.config.max_num_batched_tokens)
-        num_tokens = min(self.config.max_num_batched_tokens // num_seqs, self.config.max_model_len)
-        full = partial(np.full, num_seqs, dtype=np.int32)
-        num_blocks = num_seqs * -(-num_tokens // self.block_size)
-        self.run(StepInput([], full(self.spare_row), full(0), full(num_tokens), np.zeros(num_seqs, bool),
-                           np.zeros(num_blocks, np.int32), list(range(num_seqs)))).token_ids()
-
-    # Steps
 
     @torch.inference_mode()
     def run(self, step: StepInput) -> Launch:
         """Launch one step; returns before the device is done."""
-        self._fill_rows(step.new_rows)
+        if step.new_rows:
+            self._fill_rows(step.new_rows)
         flat = flatten(step, self.block_size, self.no_position)
         num_chunks = len(flat.rows)
         size = self.graphs.bucket(num_chunks) if self.graphs and flat.num_decodes == num_chunks else None
@@ -177,77 +154,66 @@ class ModelRunner:
         token_rows, positions, slots, rows, lens, draw_positions, last, cu_q, cu_k = self._to_device(
             flat.token_rows, flat.positions, flat.slot_mapping, flat.rows, flat.context_lens, flat.draw_positions,
             flat.last_indices, flat.cu_seqlens_q, flat.cu_seqlens_k)
-        context = Context(slots, self.block_tables, rows, lens, flat.num_decodes, self.uses_flash,
-                          cu_q, cu_k, flat.max_seqlen_q, flat.max_seqlen_k)
+        context = Context(slots, self.block_tables, rows, lens, flat.num_decodes, self.uses_flash, cu_q, cu_k,
+                          flat.max_seqlen_q, flat.max_seqlen_k)
         return self._compute(context, token_rows, positions, draw_positions, last)
 
     def _decode(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """What a graph holds: a whole step of one-token chunks. inputs [5, num_seqs] int64."""
         rows, positions, slots, context_lens, draw_positions = inputs
-        context = Context(slots, self.block_tables, rows, context_lens, len(rows))
-        return self._compute(context, rows, positions, draw_positions)
+        return self._compute(Context(slots, self.block_tables, rows, context_lens, len(rows)), rows, positions,
+                             draw_positions)
 
     def _compute(self, context: Context, token_rows: Tensor, positions: Tensor, draw_positions: Tensor,
                  last_indices: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Gather the inputs, run the model, draw: token ids [num_chunks] and this rank's logits [num_chunks, vocab]."""
         self.block_tables[token_rows, positions // self.block_size] = (context.slot_mapping // self.block_size).int()
-        token_ids = self.history[token_rows, positions]
         set_context(context)
         try:
-            hidden = self.model(token_ids, positions)
+            hidden = self.model(self.history[token_rows, positions], positions)
         finally:
             reset_context()
-        logits = self.model.logits(hidden if last_indices is None else hidden[last_indices])
-        scores, drawn = kernels.sample(logits, self.settings[0, context.rows], self.seeds[context.rows], draw_positions,
+        logits, rows = self.model.logits(hidden if last_indices is None else hidden[last_indices]), context.rows
+        scores, drawn = kernels.sample(logits, self.settings[0, rows], self.seeds[rows], draw_positions,
                                        self.model.lm_head.vocab_start)
-        drawn = self._best_of_ranks(scores, drawn)
-        self.history[context.rows, draw_positions] = drawn
+        if self.group.size > 1:     # each rank drew the best of its part of the vocabulary: the best of these wins
+            pairs = self.group.all_gather(torch.stack((scores.double(), drawn.double())))       # [size, 2, num_chunks]
+            drawn = pairs[:, 1].gather(0, pairs[:, 0].argmax(0, keepdim=True))[0].int()
+        self.history[rows, draw_positions] = drawn
         return drawn, logits
-
-    def _best_of_ranks(self, scores: Tensor, token_ids: Tensor) -> Tensor:
-        """Each rank drew the best token of its part of the vocabulary; the best of these is the best of all."""
-        if self.group.size == 1:
-            return token_ids
-        pairs = self.group.all_gather(torch.stack((scores.double(), token_ids.double())))     # [size, 2, n]
-        best = pairs[:, 0].argmax(dim=0, keepdim=True)
-        return pairs[:, 1].gather(0, best)[0].int()
 
     def _draw_again(self, filtered: list[int], flat: FlatStep, token_ids: Tensor, logits: Tensor) -> None:
         """Replace what chunks `filtered` drew by draws from filtered logits."""
-        chunks, rows, positions = self._to_device(np.array(filtered), flat.rows[filtered],
-                                                  flat.draw_positions[filtered])
-        full = self.group.all_gather(logits[chunks]).movedim(0, 1).flatten(1)     # [len(filtered), vocab_size]
-        drawn = sampler.draw_filtered(full, self.seeds[rows], positions, *self.settings[:, rows])
-        token_ids[chunks] = drawn
-        self.history[rows, positions] = drawn
+        chunks, rows, positions = self._to_device(filtered, flat.rows[filtered], flat.draw_positions[filtered])
+        logits = self.group.all_gather(logits[chunks]).movedim(0, 1).flatten(1)     # [len(filtered), vocab_size]
+        token_ids[chunks] = sampler.draw_filtered(logits, self.seeds[rows], positions, *self.settings[:, rows])
+        self.history[rows, positions] = token_ids[chunks]
 
     def _fill_rows(self, new_rows: list[NewRow]) -> None:
         """Write what new rows bring: known tokens, blocks of the cached prefix, settings."""
-        if not new_rows:
-            return
-        rows = np.array([new.row for new in new_rows])
-        lens = np.array([len(new.token_ids) for new in new_rows])
-        num_hits = np.array([len(new.block_ids) for new in new_rows])
-        settings = [(p.temperature, p.top_k, p.top_p, p.min_p) for p in (new.params for new in new_rows)]
-        columns = [np.concatenate([np.arange(n) for n in counts]) for counts in (lens, num_hits)]
-        device_rows, seeds, token_rows, positions, token_ids, hit_rows, hit_columns, block_ids = self._to_device(
-            rows, np.array([new.seed for new in new_rows]), np.repeat(rows, lens), columns[0],
-            np.concatenate([new.token_ids for new in new_rows]), np.repeat(rows, num_hits), columns[1],
+        rows = [new.row for new in new_rows]
+        num_tokens, num_hits = ([len(ids) for ids in lists] for lists in zip(*((n.token_ids, n.block_ids) for n in new_rows)))
+        at, seeds, token_rows, positions, token_ids, hit_rows, columns, block_ids = self._to_device(
+            rows, [new.seed for new in new_rows],
+            np.repeat(rows, num_tokens), np.concatenate([np.arange(n) for n in num_tokens]),
+            np.concatenate([new.token_ids for new in new_rows]),
+            np.repeat(rows, num_hits), np.concatenate([np.arange(n) for n in num_hits]),
             np.concatenate([new.block_ids for new in new_rows]))
         self.history[token_rows, positions] = token_ids.int()
-        self.block_tables[hit_rows, hit_columns] = block_ids.int()
-        self.seeds[device_rows] = seeds
-        self.settings[:, device_rows] = torch.tensor(settings).T.to(self.device)
+        self.block_tables[hit_rows, columns] = block_ids.int()
+        self.seeds[at] = seeds
+        settings = [(p.temperature, p.top_k, p.top_p, p.min_p) for p in (new.params for new in new_rows)]
+        self.settings[:, at] = torch.tensor(settings, dtype=torch.float32).T.to(self.device)
 
-    def _to_device(self, *arrays: np.ndarray) -> tuple[Tensor, ...]:
+    def _to_device(self, *arrays) -> tuple[Tensor, ...]:
         """int64 tensors on the device, in one copy. Each begins at a multiple of 16 bytes: Triton compiles a kernel
         anew for pointers that don't."""
         starts = np.cumsum([0] + [-(-len(array) // 2) * 2 for array in arrays])
         packed = self._pinned(starts[-1])
         for start, array in zip(starts, arrays):
             packed.numpy()[start:start + len(array)] = array
-        on_device = packed.to(self.device, non_blocking=True)
-        return tuple(on_device[start:start + len(array)] for start, array in zip(starts, arrays))
+        packed = packed.to(self.device, non_blocking=True)
+        return tuple(packed[start:start + len(array)] for start, array in zip(starts, arrays))
 
     def _pinned(self, *shape: int) -> Tensor:
         """A fresh host buffer. torch's pinned allocator reuses one only when the copies out of it are done."""
@@ -265,16 +231,17 @@ def available_memory() -> int:
 
 def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     """Fill in what the user left to the engine, for this machine and model."""
-    device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and torch.cuda.device_count() < config.tensor_parallel_size:
-        raise ValueError(f"tensor_parallel_size={config.tensor_parallel_size}, but {torch.cuda.device_count()} GPUs "
-                         "are visible")
-    on_gpu = device == "cuda"
-    dtype = config.dtype if config.dtype != "auto" else model.dtype if on_gpu else "float32"
-    flash = not attention.reason_against_flash(torch.device(device), getattr(torch, dtype), model.head_dim,
-                                               config.kvcache_block_size or attention.FLASH_BLOCK_SIZE)
+    on_gpu = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
+    num_gpus = torch.cuda.device_count()
+    refuse_if(on_gpu and num_gpus < config.tensor_parallel_size,
+              f"tensor_parallel_size={config.tensor_parallel_size}, but {num_gpus} GPUs are visible")
+    device, dtype = "cuda" if on_gpu else "cpu", config.dtype
+    if dtype == "auto":
+        dtype = model.dtype if on_gpu else "float32"
+    uses_flash = not attention.reason_against_flash(torch.device(device), getattr(torch, dtype), model.head_dim,
+                                                    config.kvcache_block_size or attention.FLASH_BLOCK_SIZE)
     return replace(
         config, device=device, dtype=dtype, max_model_len=config.max_model_len or model.max_position_embeddings,
         max_num_seqs=config.max_num_seqs or (512 if on_gpu else 64),
         max_num_batched_tokens=config.max_num_batched_tokens or (16384 if on_gpu else 2048),
-        kvcache_block_size=config.kvcache_block_size or (attention.FLASH_BLOCK_SIZE if flash else 16))
+        kvcache_block_size=config.kvcache_block_size or (attention.FLASH_BLOCK_SIZE if uses_flash else 16))

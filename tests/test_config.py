@@ -139,7 +139,8 @@ def test_another_rope_type_is_refused_by_name(read, field, key, rope_type):
         read(**{field: {key: rope_type, "factor": 2.0}})
 
 
-@pytest.mark.parametrize("fields", [{"partial_rotary_factor": 0.5}, {"rope_parameters": {"partial_rotary_factor": 0.5}}])
+@pytest.mark.parametrize("fields", [
+    {"partial_rotary_factor": 0.5}, {"rope_parameters": {"partial_rotary_factor": 0.5}}])
 def test_partial_rotation_is_refused_by_name(read, fields):
     with pytest.raises(ValueError, match="partial_rotary_factor"):
         read(**fields)
@@ -169,7 +170,8 @@ def test_a_folder_without_config_json_is_named(tmp_path):
 @pytest.mark.parametrize("fields, named", [
     ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM.*LlamaForCausalLM.*Qwen2ForCausalLM.*Qwen3ForCausalLM"),
     ({"architectures": ["Qwen3MoeForCausalLM"]}, "Qwen3MoeForCausalLM"),
-    ({"architectures": []}, "architecture"), ({"architectures": None}, "architecture"), ({"architectures": ...}, "architecture"),
+    ({"architectures": []}, "architecture"), ({"architectures": None}, "architecture"),
+    ({"architectures": ...}, "architecture"),
     ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
     ({"hidden_act": "gelu"}, "hidden_act.*gelu.*silu"),
     ({"sliding_window": 32}, "sliding_window.*32"),
@@ -211,7 +213,8 @@ def test_options_are_taken_over_and_frozen():
 
 
 @pytest.mark.parametrize("name, near", [
-    ("max_model_length", "max_model_len"), ("tensor_parallel", "tensor_parallel_size"), ("block_size", "kvcache_block_size"),
+    ("max_model_length", "max_model_len"), ("tensor_parallel", "tensor_parallel_size"),
+    ("block_size", "kvcache_block_size"),
     ("gpu_memory_utilisation", "gpu_memory_utilization"), ("max_num_seq", "max_num_seqs")])
 def test_an_unknown_option_is_refused_with_the_nearest_known_name(name, near):
     """Case 17."""
@@ -292,7 +295,8 @@ def test_max_model_len_is_at_most_what_the_model_was_trained_for(read):
 
 @pytest.mark.parametrize("field, value", [
     ("max_tokens", 0), ("max_tokens", -1), ("max_tokens", 1.5), ("max_tokens", None), ("max_tokens", True),
-    ("max_tokens", "5"), ("temperature", -1), ("temperature", math.nan), ("temperature", math.inf), ("temperature", None),
+    ("max_tokens", "5"), ("temperature", -1), ("temperature", math.nan), ("temperature", math.inf),
+    ("temperature", None),
     ("top_p", 0), ("top_p", 1.1), ("top_p", math.nan), ("top_k", -5), ("top_k", 2.0), ("min_p", -0.1), ("min_p", 1.1),
     ("seed", -1), ("seed", 2**63), ("seed", 1.5), ("stop", ""), ("stop", ["a", ""]), ("stop", [5]),
     ("stop_token_ids", ["a"]), ("stop_token_ids", [1.5])])

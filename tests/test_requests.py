@@ -467,7 +467,15 @@ def test_abort_after_the_end_changes_nothing(llm):
 # ---- interruption
 
 
-def test_ctrl_c_in_generate_leaves_nothing_of_the_call(llm, folder):
+@pytest.fixture
+def ctrl_c():
+    """Python's own handler, even where the suite runs in the background and SIGINT is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before or signal.SIG_DFL)
+
+
+def test_ctrl_c_in_generate_leaves_nothing_of_the_call(llm, folder, ctrl_c):
     """Case 28: whenever it comes. A request added before goes on."""
     prompts = [random_ids(500 + n, 12) for n in range(12)]
     for number, delay in enumerate((0.01, 0.02, 0.035, 0.05, 0.0717, 0.1)):
@@ -505,7 +513,7 @@ def ctrl_c_at_line(number):
 
 
 @pytest.mark.parametrize("is_async", [True, False])
-def test_ctrl_c_at_any_line_of_generate(folder, is_async):
+def test_ctrl_c_at_any_line_of_generate(folder, is_async, ctrl_c):
     """Case 28, without luck: the interrupt comes at one line after the other of a short call."""
     prompts = [random_ids(510 + n, 3 + n) for n in range(2)]
     with engine(folder, async_scheduling=is_async, num_kvcache_blocks=16) as llm:

@@ -341,8 +341,8 @@ def test_equal_prompts_in_one_step_are_both_computed_whole(num_full):
 def test_blocks_are_hit_only_when_their_step_is_taken_in(takes_in_at_once, second_start):
     """Case 2: two prompts share twelve tokens and arrive together; the first one is chunked.
 
-    Step 2 is the first with room for b. If step 1's result is in, b hits the two blocks that step 1 wrote (not the third,
-    which is written in step 2 itself); if step 1 is still in flight, b hits nothing.
+    Step 2 is the first with room for b. If step 1's result is in, b hits the two blocks that step 1 wrote (not the
+    third, which is written in step 2 itself); if step 1 is still in flight, b hits nothing.
     """
     scheduler = make(budget=10)
     shared = list(range(12))

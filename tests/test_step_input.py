@@ -87,7 +87,8 @@ def test_block_size_one_sends_a_block_per_token():
 
 def test_chunks_blocks_follow_one_another_in_the_order_of_the_chunks():
     a, b, c = (sequence_in_row(row, table, 12) for row, table in [(2, [7, 2, 5]), (0, [1, 4]), (5, [9])])
-    step = StepInput.from_chunks([Chunk(b, 6, 1, True, False), Chunk(a, 3, 6, True, False), Chunk(c, 0, 3, True, True)], 4)
+    chunks = [Chunk(b, 6, 1, True, False), Chunk(a, 3, 6, True, False), Chunk(c, 0, 3, True, True)]
+    step = StepInput.from_chunks(chunks, 4)
     assert step.rows.tolist() == [0, 2, 5]
     assert step.starts.tolist() == [6, 3, 0]
     assert step.num_tokens.tolist() == [1, 6, 3]
@@ -166,7 +167,7 @@ def test_two_decodes():
 
 
 def test_the_module_s_example():
-    """Three chunks, num_tokens [1, 3, 2], starts [6, 0, 4]. Row 2's chunk is the middle of a prompt: it draws nothing."""
+    """Three chunks, num_tokens [1, 3, 2], starts [6, 0, 4]. Row 2's chunk is inside a prompt: it draws nothing."""
     flat = flatten(step_of((0, 6, 1, True), (1, 0, 3, True), (2, 4, 2, False), block_ids=[4, 1, 3]), 4, NO_DRAW)
     assert lists(flat) == {
         "token_rows": [0, 1, 1, 1, 2, 2],
@@ -231,7 +232,8 @@ def test_flatten_equals_a_loop_over_tokens(block_size):
     """Any chunks: against the definition of a slot, one token at a time."""
     draw = np.random.default_rng(block_size)
     for _ in range(50):
-        tables = {row: draw.permutation(100)[:-(-60 // block_size)].tolist() for row in draw.permutation(9)[:5].tolist()}
+        rows = draw.permutation(9)[:5].tolist()
+        tables = {row: draw.permutation(100)[:-(-60 // block_size)].tolist() for row in rows}
         sizes = sorted([1, *draw.integers(1, 30, 4).tolist()], key=lambda n: n > 1)
         chunks = [Chunk(sequence_in_row(row, table, 60), int(draw.integers(30)), n, bool(draw.integers(2)), False)
                   for (row, table), n in zip(tables.items(), sizes)]

@@ -71,20 +71,25 @@ def worlds(draw):
         st.integers(0, 3 * block_size + 1),                     # how much of the text
         st.integers(0, 4),                                      # own tokens after it
         st.integers(1, 16),                                     # max_tokens
-        st.sampled_from([(), (), (), (0,)]),                # stop tokens
-        st.sampled_from([None] * 12 + [2, 4, 7, 12, 0]))    # aborted so many steps after its arrival
+        st.sampled_from([(), (), (), (0,)]),                    # stop tokens
+        st.sampled_from([None] * 12 + [2, 4, 7, 12, 0]))        # aborted so many steps after its arrival
+    shapes = draw(st.lists(shape, min_size=draw(st.sampled_from([1, 3, 6, 8])), max_size=10))
     requests, arrival = [], 0
-    for i, (gap, text, length, own, max_tokens, stop, abort) in enumerate(draw(st.lists(shape, min_size=draw(st.sampled_from([1, 3, 6, 8])), max_size=10))):
+    for i, (gap, text, length, own, max_tokens, stop, abort) in enumerate(shapes):
         arrival += gap
         text = {"a": [3, 1, 4, 1, 5, 2, 6], "b": [2, 2, 2]}.get(text)
         prompt = ((text * 20)[:length] + [(i + k) % VOCAB for k in range(own)] or [i % VOCAB]) if text else (
             list(requests[-1].prompt) if requests else [5])
-        requests.append(Request(arrival, prompt, max_tokens, frozenset(stop), None if abort is None else arrival + abort))
+        aborted = None if abort is None else arrival + abort
+        requests.append(Request(arrival, prompt, max_tokens, frozenset(stop), aborted))
     # As the engine refuses what needs more blocks than there are; the last token drawn needs no place.
     largest = max(-(-(len(r.prompt) + r.max_tokens - 1) // block_size) for r in requests)
-    return World(block_size, largest + draw(st.sampled_from([0, 1, 2, 6])), draw(st.sampled_from([4, 8, 6, 3, 2, 1])),
-                 draw(st.sampled_from([40, 13, 8, 40, 5, 3, 2, 1])), draw(st.booleans()),
-                 draw(st.sampled_from([True, True, True, False])), draw(st.sampled_from([2**64, 2**64, 3, 1])), requests)
+    return World(
+        block_size=block_size, num_blocks=largest + draw(st.sampled_from([0, 1, 2, 6])),
+        max_num_seqs=draw(st.sampled_from([4, 8, 6, 3, 2, 1])),
+        budget=draw(st.sampled_from([40, 13, 8, 40, 5, 3, 2, 1])), is_late=draw(st.booleans()),
+        caching=draw(st.sampled_from([True, True, True, False])),
+        modulus=draw(st.sampled_from([2**64, 2**64, 3, 1])), requests=requests)
 
 
 class Oracle:

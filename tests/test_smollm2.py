@@ -1,0 +1,152 @@
+"""A real model answers real prompts: SmolLM2-135M-Instruct in float32 on the CPU, beside transformers.
+
+transformers' greedy tokens come from one forward over prompt and answer, one prompt at a time. Up to the first token
+that differs that is what its `generate` would choose, for a tenth of the time, and it tells each choice's margin.
+"""
+
+import gc
+import os
+import time
+
+import pytest
+import torch
+
+import tiny
+from nanoengine import LLM, SamplingParams
+from smollm2 import smollm2_folder
+from tiny import assert_same_tokens
+
+PROMPTS = [
+    "What is the capital of France?",
+    "Explain in two sentences why the sky is blue.",
+    "Write a Python function that returns the n-th Fibonacci number.",
+    "Give me three tips for learning a new language.",
+    "Translate to German: The cat sleeps on the warm stone.",
+    "Is 91 a prime number? Answer yes or no, then say why.",
+    "List the planets of the solar system, the nearest to the sun first.",
+    "Write a haiku about the sea in winter.",
+    "A train leaves at 9:40 and needs two and a half hours. When does it arrive, and how much later is that than noon?",
+    "Summarise in one sentence: Bees visit flowers to collect nectar and pollen. While they do, they carry pollen from "
+    "one flower to the next, and so many plants, among them most fruit trees, can bear fruit at all.",
+]
+END = 2  # <|im_end|>
+
+
+def conversations(prompts):
+    return [[{"role": "user", "content": prompt}] for prompt in prompts]
+
+
+@pytest.fixture(scope="module")
+def model():
+    """transformers' model, freed after the last test of this file."""
+    from transformers import AutoModelForCausalLM
+
+    yield AutoModelForCausalLM.from_pretrained(smollm2_folder(), dtype=torch.float32).eval()
+    gc.collect()
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(smollm2_folder())
+
+
+@torch.inference_mode()
+def greedy_choices(model, prompt_token_ids, token_ids):
+    """What transformers chooses after the prompt and each beginning of `token_ids`, and by what margin."""
+    logits = model(torch.tensor([prompt_token_ids + token_ids[:-1]]), use_cache=False).logits[0]
+    best = logits[-len(token_ids) :].topk(2)
+    return tiny.Oracle(best.indices[:, 0].tolist(), (best.values[:, 0] - best.values[:, 1]).tolist())
+
+
+def check_answers(model, tokenizer, prompts, outputs, max_tokens):
+    """Each output against transformers: prompt and answer tokens, their text, and why they end."""
+    assert len(outputs) == len(prompts)
+    assert len({output.request_id for output in outputs}) == len(prompts)
+    for conversation, output in zip(conversations(prompts), outputs):
+        prompt_token_ids = tokenizer.apply_chat_template(conversation, add_generation_prompt=True)["input_ids"]
+        assert list(output.prompt_token_ids) == prompt_token_ids
+        token_ids = list(output.token_ids)
+        assert_same_tokens(token_ids, greedy_choices(model, prompt_token_ids, token_ids), conversation)
+
+        has_ended = token_ids[-1] == END
+        assert END not in token_ids[:-1]
+        assert has_ended or len(token_ids) == max_tokens
+        assert output.finish_reason == ("stop" if has_ended else "length")
+        assert output.text == tokenizer.decode(token_ids[:-1] if has_ended else token_ids)
+
+
+def chat(prompts, max_tokens, **options):
+    with LLM(smollm2_folder(), device="cpu", **options) as llm:
+        tiny.poison_cache(llm)
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+        return llm.chat(conversations(prompts), params, use_tqdm=False)
+
+
+def test_three_chats_in_one_batch_are_answered_as_by_transformers(model, tokenizer):
+    outputs = chat(PROMPTS[:3], 32)
+    check_answers(model, tokenizer, PROMPTS[:3], outputs, 32)
+    assert "Paris" in outputs[0].text
+    assert {output.finish_reason for output in outputs} == {"stop", "length"}  # both ends are seen
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 40, "max_num_seqs": 7, "num_kvcache_blocks": 30}])
+def test_ten_chats_in_one_batch_are_answered_as_by_transformers(model, tokenizer, options):
+    """At its defaults; and with chunked prompts, waiting and preempted requests."""
+    limit = {"max_model_len": 200} if options else {}
+    check_answers(model, tokenizer, PROMPTS, chat(PROMPTS, 64, **options, **limit), 64)
+
+
+# ---- speed
+
+NUM_TOKENS = 64
+
+
+@pytest.fixture
+def all_cores():
+    """The suite runs on one torch thread, and so does this unless OMP_NUM_THREADS asks for more."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or before))
+    yield torch.get_num_threads()
+    torch.set_num_threads(before)
+
+
+@torch.inference_mode()
+def generate(model, tokenizer, prompts):
+    """transformers' own loop, prompts padded on the left: ids [num_prompts, NUM_TOKENS]."""
+    inputs = tokenizer.apply_chat_template(
+        conversations(prompts), add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
+    )
+    width = inputs["input_ids"].shape[1]
+    return model.generate(**inputs, do_sample=False, max_new_tokens=NUM_TOKENS)[:, width:]
+
+
+@pytest.mark.slow
+def test_twice_as_fast_as_one_at_a_time_and_no_slower_than_a_padded_batch(
+    model, tokenizer, all_cores, monkeypatch, capsys
+):
+    """Eight prompts x 64 tokens, prefill included; best of three rounds, in which the three take turns."""
+    prompts, seconds = PROMPTS[:8], {"nanoengine": [], "one at a time": [], "padded batch": []}
+    monkeypatch.setattr(model.generation_config, "eos_token_id", None)
+    monkeypatch.setattr(tokenizer, "padding_side", "left")
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    with LLM(smollm2_folder(), device="cpu", enable_prefix_caching=False) as llm:  # or round two has no prefill
+        calls = {
+            "nanoengine": lambda: [o.token_ids for o in llm.chat(conversations(prompts), params, use_tqdm=False)],
+            "one at a time": lambda: [generate(model, tokenizer, [prompt])[0].tolist() for prompt in prompts],
+            "padded batch": lambda: generate(model, tokenizer, prompts).tolist(),
+        }
+        for _ in range(3):
+            for name, call in calls.items():
+                start = time.perf_counter()
+                answers = call()
+                seconds[name].append(time.perf_counter() - start)
+                assert [len(token_ids) for token_ids in answers] == [NUM_TOKENS] * len(prompts)
+    speed = {name: len(prompts) * NUM_TOKENS / min(times) for name, times in seconds.items()}
+    with capsys.disabled():
+        figures = ", ".join(f"{name} {value:.0f}" for name, value in speed.items())
+        print(f"\nSmolLM2 on the CPU, {all_cores} thread(s), tokens/s: {figures}")
+    assert speed["nanoengine"] >= 2 * speed["one at a time"]
+    assert speed["nanoengine"] >= speed["padded batch"]
