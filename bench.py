@@ -336,7 +336,7 @@ def report(work, seconds, output_tokens, steps, limit):
 # Looked up in this order: flash-attn's names contain "cutlass" and "splitkv" too. What matches none is REST.
 REST = "norm, rope, activation, other"
 GROUPS = {"attention": ("decode_attention", "flash", "attention", "fmha"), "sampling": ("sampl", "argmax"),
-          "copies": ("memcpy", "memset"),
+          "all-reduce": ("nccl",), "copies": ("memcpy", "memset"),
           "matrix products": ("gemm", "gemv", "cutlass", "nvjet", "xmma", "splitk", "matvec")}
 
 
@@ -529,6 +529,19 @@ def start_engine(args, model, dtype, max_model_len):
     return llm, params_class, time.perf_counter() - start
 
 
+def time_rpc(llm):
+    """A list that gets the seconds of every message to the peers from now on (waiting for their last one included)."""
+    send, seconds = llm._ranks.channel.send, []
+
+    def timed_send(*arguments):
+        start = time.perf_counter()
+        send(*arguments)
+        seconds.append(time.perf_counter() - start)
+
+    llm._ranks.channel.send = timed_send
+    return seconds
+
+
 def works(args, bound):
     """Every piece of work that the command line asks for, in order."""
     for repetition in range(args.repeat):
@@ -564,10 +577,15 @@ def main(argv=None):
         with llm:
             print(f"start-up, LLM(...) to the first token: {result['startup_seconds']:.2f} s")
             generate(llm, params_class, fixed_work("warm-up", 8, 128, 16, bound, args.seed, 0))
+            rpc = time_rpc(llm) if ranks > 1 else None
             for work in works(args, bound):
                 seconds, output_tokens, steps = generate(llm, params_class, work)
                 result["runs"].append(report(work, seconds, output_tokens, steps, limit))
                 all_steps += steps
+            if rpc:
+                p50, p99 = statistics.median(rpc) * 1e6, sorted(rpc)[int(0.99 * len(rpc))] * 1e6
+                print(f"RPC per step: median {p50:.0f} us, p99 {p99:.0f} us of {len(rpc)}")
+                result["rpc_us"] = [p50, p99]
             for batch in args.batches if args.profile else ():
                 result["profiles"].append(profile(llm, params_class, batch, bound, args.seed))
     if args.plot:

@@ -706,6 +706,20 @@ def test_abort_while_running_gives_the_blocks_back_at_once():
     finishes_alone(scheduler, b)
 
 
+@pytest.mark.parametrize("is_running", [True, False])
+def test_a_second_abort_changes_nothing(is_running):
+    """Case 26, abort twice."""
+    scheduler, a, b = two_running()
+    c = a if is_running else add(scheduler, "c", 5)
+    scheduler.finish(c, "abort")
+    before = (free_order(scheduler), list(scheduler.free_rows), names(scheduler.running), names(scheduler.waiting))
+    scheduler.finish(c, "abort")
+    assert (c.status, c.finish_reason) == (Status.FINISHED, "abort")
+    assert before == (free_order(scheduler), scheduler.free_rows, names(scheduler.running), names(scheduler.waiting))
+    if is_running:
+        finishes_alone(scheduler, b)
+
+
 def test_abort_in_the_middle_of_a_prompt():
     scheduler = make(budget=8)
     a, b = add(scheduler, "a", 4, max_tokens=4), add(scheduler, "b", 20)

@@ -111,6 +111,8 @@ VARIANTS = [
     ("scheduler.py", "        self.block_manager.free(sequence)\n", "", "blocks run out", (SCHEDULER, WALK)),
     ("scheduler.py", "            self.waiting.remove(sequence)\n", "            pass\n",
      "a waiting sequence can't be aborted", (SCHEDULER, WALK)),
+    ("scheduler.py", "elif sequence.status is Status.WAITING:", "else:",
+     "a second abort raises", (SCHEDULER,)),
     ("scheduler.py", "self.free_rows = list(range(max_num_seqs - 1, -1, -1))", "self.free_rows = list(range(max_num_seqs))",
      "the last row is given first", (SCHEDULER,)),
     ("sequence.py", "return 0 if self.num_tokens >= self.max_num_tokens else self.num_tokens - self.num_computed",
