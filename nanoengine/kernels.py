@@ -365,8 +365,10 @@ def matvec(x, weight):
     """
     num_outputs, num_inputs = weight.shape
     out = x.new_empty(1, num_outputs)
-    _matvec_kernel[(triton.cdiv(num_outputs, 2),)](x, weight, out, num_inputs, num_outputs, 2, 1024,
-                                                   **_options(x.device))
+    tile = min(triton.next_power_of_2(num_inputs), 4096)
+    rows = 4 if tile <= 1024 else 2
+    _matvec_kernel[(triton.cdiv(num_outputs, rows),)](x, weight, out, num_inputs, num_outputs, rows, tile,
+                                                      **_options(x.device))
     return out
 
 

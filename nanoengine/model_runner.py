@@ -39,6 +39,9 @@ class Launch:
         self._token_ids.copy_(token_ids, non_blocking=True)
         self._done = torch.cuda.current_stream(token_ids.device).record_event() if token_ids.is_cuda else None
 
+    def is_done(self) -> bool:
+        return self._done is None or self._done.query()
+
     def token_ids(self) -> list[int]:
         """Waits for this step alone, not for what was launched after it."""
         if self._done:
@@ -193,8 +196,9 @@ class ModelRunner:
         """Write what new rows bring: known tokens, blocks of the cached prefix, settings."""
         rows = [new.row for new in new_rows]
         num_tokens, num_hits = ([len(ids) for ids in lists] for lists in zip(*((n.token_ids, n.block_ids) for n in new_rows)))
-        at, seeds, token_rows, positions, token_ids, hit_rows, columns, block_ids = self._to_device(
-            rows, [new.seed for new in new_rows],
+        settings = [(p.temperature, p.top_k, p.top_p, p.min_p) for p in (new.params for new in new_rows)]
+        at, seeds, settings, token_rows, positions, token_ids, hit_rows, columns, block_ids = self._to_device(
+            rows, [new.seed for new in new_rows], np.array(settings, np.float64).ravel().view(np.int64),
             np.repeat(rows, num_tokens), np.concatenate([np.arange(n) for n in num_tokens]),
             np.concatenate([new.token_ids for new in new_rows]),
             np.repeat(rows, num_hits), np.concatenate([np.arange(n) for n in num_hits]),
@@ -202,8 +206,7 @@ class ModelRunner:
         self.history[token_rows, positions] = token_ids.int()
         self.block_tables[hit_rows, columns] = block_ids.int()
         self.seeds[at] = seeds
-        settings = [(p.temperature, p.top_k, p.top_p, p.min_p) for p in (new.params for new in new_rows)]
-        self.settings[:, at] = torch.tensor(settings, dtype=torch.float32).T.to(self.device)
+        self.settings[:, at] = settings.view(torch.float64).view(-1, 4).T.float()
 
     def _to_device(self, *arrays) -> tuple[Tensor, ...]:
         """int64 tensors on the device, in one copy. Each begins at a multiple of 16 bytes: Triton compiles a kernel

@@ -147,6 +147,9 @@ class Ranks:
         return self._guard(getattr(self.runner, method), *args)
 
     def token_ids(self, launch) -> list[int]:
+        """A launched step's tokens. With peers, the wait is no call into CUDA that a dead one could make endless."""
+        while self._processes and not launch.is_done():
+            self._guard(time.sleep, 2e-5)
         return self._guard(launch.token_ids)
 
     def close(self) -> None:

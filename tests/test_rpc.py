@@ -205,7 +205,7 @@ def collect(rank, size, port, answers):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_sums_minima_and_gathers(size):
     """Case 34: whoever has least memory decides how many blocks there are, be it the first rank or the last."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -318,9 +318,10 @@ def children_of(pid):
 
 
 def shared_names(pid):
-    """Files of /dev/shm that the process has mapped, and that still have a name."""
-    maps = Path(f"/proc/{pid}/maps").read_text()
-    return set(re.findall(r"(/dev/shm/\S+)$", maps, re.MULTILINE))
+    """Files of /dev/shm that the process has mapped, and that have a name (maybe another than when it was mapped)."""
+    lines = [line.split() for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "/dev/shm/" in line]
+    inodes = {int(fields[4]) for fields in lines}
+    return {entry.path for entry in os.scandir("/dev/shm") if entry.inode() in inodes}
 
 
 def listening(pid):
@@ -395,6 +396,9 @@ def start(folder, size=2, **options):
 
 
 PROMPT = random_ids(900, 9)
+ASYNC_AND_SLOWLY_SYNC = pytest.mark.parametrize(
+    "is_async", [pytest.param(True, id="async"), pytest.param(False, id="sync", marks=pytest.mark.slow)]
+)
 
 
 def check_works(llm, folder, max_tokens=5):
@@ -516,7 +520,7 @@ def fails(match, kind=RuntimeError, seconds=10):
 
 
 @needs_proc
-@pytest.mark.parametrize("is_async", [True, False], ids=["async", "sync"])
+@ASYNC_AND_SLOWLY_SYNC
 def test_a_peer_raises_in_the_third_step(checkpoint, is_async):
     with nothing_stays() as holdings:
         llm = start(checkpoint("llama"), async_scheduling=is_async)
@@ -541,7 +545,7 @@ def test_the_second_of_two_peers_raises(checkpoint):
             llm.generate([PROMPT] * 3, greedy(20), use_tqdm=False)
 
 
-THREE_WAYS = dict(num_attention_heads=6, num_key_value_heads=3, head_dim=16, vocab_size=129)
+THREE_WAYS = dict(hidden_size=96, num_attention_heads=6, num_key_value_heads=3, head_dim=16, vocab_size=129)
 
 
 @needs_proc
@@ -585,7 +589,7 @@ def test_a_killed_peer_is_noticed_inside_a_collective(checkpoint):
 
 
 @needs_proc
-@pytest.mark.parametrize("is_async", [True, False], ids=["async", "sync"])
+@ASYNC_AND_SLOWLY_SYNC
 def test_rank_0_raises_in_a_step(checkpoint, monkeypatch, is_async):
     """Its own error, not the peer's, which waits for it in a collective."""
     with nothing_stays() as holdings:
@@ -666,6 +670,7 @@ def test_a_peer_is_killed_while_loading(only_rank_0_loads):
 
 
 @needs_proc
+@pytest.mark.slow
 def test_rank_0_fails_to_load_while_its_peer_still_does(only_rank_0_loads):
     with nothing_stays() as holdings:
 
@@ -678,7 +683,7 @@ def test_rank_0_fails_to_load_while_its_peer_still_does(only_rank_0_loads):
 
 
 @needs_proc
-@pytest.mark.parametrize("delay", [0, 0.3])
+@pytest.mark.parametrize("delay", [pytest.param(0, marks=pytest.mark.slow), 0.3])
 def test_a_peer_is_killed_before_it_has_joined(checkpoint, delay):
     """It is importing torch then."""
     with nothing_stays() as holdings:
@@ -834,6 +839,7 @@ def test_two_engines_at_once_and_a_killed_rank_0(checkpoint, tmp_path):
 
 
 @needs_proc
+@pytest.mark.slow
 def test_rank_0_is_killed_while_its_peer_is_inside_a_collective(checkpoint, tmp_path):
     body = """
 llm = start()
@@ -878,17 +884,18 @@ llm.close()
 
 
 @needs_proc
+@pytest.mark.slow
 def test_ctrl_c_that_nobody_catches(checkpoint, tmp_path):
     """One traceback, rank 0's."""
     with Script(checkpoint("llama"), tmp_path, FOR_EVER) as script:
         script.wait_for("again")
         os.killpg(script.process.pid, signal.SIGINT)
         assert script.end() in (-signal.SIGINT, 130)
-        assert script.stderr().count("Traceback") == script.stderr().count("\nKeyboardInterrupt") == 1
+        assert script.stderr().count("Traceback") == len(re.findall("KeyboardInterrupt$", script.stderr(), re.M)) == 1
 
 
 @needs_proc
-@pytest.mark.parametrize("delay", [0.5, 1.5])
+@pytest.mark.parametrize("delay", [0.5, pytest.param(1.5, marks=pytest.mark.slow)])
 def test_ctrl_c_while_starting(checkpoint, tmp_path, delay):
     with Script(checkpoint("llama"), tmp_path, FOR_EVER) as script:
         script.wait_for("starting")
@@ -897,7 +904,7 @@ def test_ctrl_c_while_starting(checkpoint, tmp_path, delay):
         os.killpg(script.process.pid, signal.SIGINT)
         with within(10):
             assert script.end() in (-signal.SIGINT, 130)
-        assert script.stderr().count("KeyboardInterrupt") == 1, script.stderr()
+        assert len(re.findall("KeyboardInterrupt$", script.stderr(), re.M)) == 1, script.stderr()
 
 
 ENDINGS = {
@@ -910,7 +917,9 @@ ENDINGS = {
 
 
 @needs_proc
-@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize(
+    "ending", [pytest.param(name, marks=[pytest.mark.slow] * (name != "in flight")) for name in ENDINGS]
+)
 def test_exit_without_close(checkpoint, tmp_path, ending):
     """Case 38: no child stays, nothing is said that the script didn't say."""
     code, status = ENDINGS[ending]
