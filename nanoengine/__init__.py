@@ -1,13 +1,11 @@
 """nanoengine: an LLM inference engine short enough to read in an evening.
 
-`LLM` and `SamplingParams` are all that most users need. They are imported on first use (PEP 562), so that the half
-of the engine that only decides (scheduler, block manager, ...) can be used and tested without loading torch.
+`LLM` and `SamplingParams` are imported on first use (PEP 562), so that the half of the engine that only decides
+(scheduler, block manager, ...) can be used and tested without loading torch.
 """
 
-_HOMES = {"LLM": "llm_engine", "LLMEngine": "llm_engine", "RequestOutput": "llm_engine",
-          "SamplingParams": "sampling_params"}
+_HOMES = {"LLM": "llm_engine", "RequestOutput": "llm_engine", "SamplingParams": "sampling_params"}
 __all__ = list(_HOMES)
-
 
 def __getattr__(name):
     if name not in _HOMES:

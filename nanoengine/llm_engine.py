@@ -34,7 +34,6 @@ from nanoengine.text import OutputText
 
 logger = logging.getLogger(__name__)
 
-
 @dataclass
 class RequestOutput:
     """What became of a request. `token_ids` are the new ones; a stop token stays in them, its text doesn't show."""
@@ -45,7 +44,6 @@ class RequestOutput:
     token_ids: list[int]
     finish_reason: str          # "stop", "length", "abort" or "error"
     num_cached_tokens: int      # prompt tokens whose KV was found in the prefix cache
-
 
 class LLMEngine:
     """An engine for one model. `model`: a folder, or the id of a model on the hub; options: see `EngineConfig`.
@@ -63,11 +61,17 @@ class LLMEngine:
         self.config = resolve(config, self.model_config)
         self._ranks = Ranks(folder, self.model_config, self.config)
         self._finalizer = weakref.finalize(self, self._ranks.close)
-        num_blocks = self.config.num_kvcache_blocks or self._num_blocks_that_fit(config.max_model_len or 1)
+        num_blocks, block_size = self.config.num_kvcache_blocks, self.config.kvcache_block_size
+        if num_blocks is None:
+            num_blocks, wanted = self._ranks.call("measure"), -(-(config.max_model_len or 1) // block_size)
+            if num_blocks < wanted:
+                raise RuntimeError(f"memory is left for {num_blocks} KV blocks of {block_size} tokens, but one request "
+                                   f"of max_model_len={config.max_model_len} needs {wanted}; lower max_model_len or "
+                                   "max_num_batched_tokens, or raise gpu_memory_utilization")
         self._ranks.call("allocate", num_blocks)
-        logger.info("KV cache: %d blocks of %d tokens", num_blocks, self.config.kvcache_block_size)
-        block_manager = BlockManager(num_blocks, self.config.kvcache_block_size, self.config.enable_prefix_caching)
-        self.scheduler = Scheduler(block_manager, self.config.max_num_seqs, self.config.max_num_batched_tokens)
+        logger.info("KV cache: %d blocks of %d tokens", num_blocks, block_size)
+        self.scheduler = Scheduler(BlockManager(num_blocks, block_size, self.config.enable_prefix_caching),
+                                   self.config.max_num_seqs, self.config.max_num_batched_tokens)
         eos = getattr(self.tokenizer, "eos_token_id", None)
         self._eos_token_ids = self.model_config.eos_token_ids | ({eos} if eos is not None else set())
         self._live: dict[str, Sequence] = {}
@@ -75,16 +79,6 @@ class LLMEngine:
         self._in_flight = None                      # (chunks, Launch) of the step whose result isn't taken in yet
         self._ids, self._seeds = itertools.count(), random.Random(self.config.seed)
         self.on_step = None                         # for who wants to watch: called as on_step(chunks, launch)
-
-    def _num_blocks_that_fit(self, wanted_len: int) -> int:
-        num_blocks, block_size = self._ranks.call("measure"), self.config.kvcache_block_size
-        if num_blocks * block_size < wanted_len:
-            raise RuntimeError(f"memory is left for {num_blocks} KV blocks of {block_size} tokens, but one request of "
-                               f"max_model_len={wanted_len} needs {-(-wanted_len // block_size)}; lower max_model_len or "
-                               "max_num_batched_tokens, or raise gpu_memory_utilization")
-        return num_blocks
-
-    # The engine proper
 
     def _advance(self) -> None:
         """One step: choose, launch, and take in the step before (or, without async scheduling, this one)."""
@@ -97,8 +91,8 @@ class LLMEngine:
                 self._take_in(*launched)
 
     def _launch(self, chunks: list[Chunk]):
-        """Start the step on every rank. If that fails, its requests end with "error" and the others go on; if several
-        ranks may now disagree, the engine is closed and the error raised (see `Ranks`)."""
+        """Start the step on every rank. If that fails, its requests end with "error" and the others go on, unless the
+        engine had to close itself (see `Ranks`)."""
         try:
             return chunks, self._ranks.call("run", StepInput.from_chunks(chunks, self.config.kvcache_block_size))
         except Exception:
@@ -123,9 +117,9 @@ class LLMEngine:
         del self._live[sequence.request_id]
         token_ids = sequence.output_token_ids
         sequence.text.flush(token_ids[:-1] if reason == "stop" else token_ids)
-        reason = "stop" if sequence.text.is_stopped else reason
-        sequence.output = RequestOutput(sequence.request_id, sequence.token_ids[:sequence.num_prompt_tokens],
-                                        sequence.text.text, token_ids, reason, sequence.num_cached_tokens or 0)
+        sequence.output = RequestOutput(
+            sequence.request_id, sequence.token_ids[:sequence.num_prompt_tokens], sequence.text.text, token_ids,
+            "stop" if sequence.text.is_stopped else reason, sequence.num_cached_tokens or 0)
         if not sequence.is_owned:
             self._outputs.append(sequence.output)
 
@@ -139,45 +133,40 @@ class LLMEngine:
         nothing, for an empty prompt, ids outside the vocabulary, a prompt that leaves no room for a token, a request
         that the whole KV pool can't hold, or the id of a live request; TypeError for what is no prompt.
         """
-        return self._add(self._sequence(prompt, params or SamplingParams(), request_id))
+        sequence = self._sequence(prompt, params or SamplingParams(), request_id)
+        self._add(sequence)
+        return sequence.request_id
 
-    def _add(self, sequence: Sequence) -> str:
+    def _add(self, sequence: Sequence) -> None:
         self._live[sequence.request_id] = sequence
         self.scheduler.add(sequence)
-        return sequence.request_id
 
     def _sequence(self, prompt, params: SamplingParams, request_id: str | None = None, is_owned=False) -> Sequence:
         if self._ranks.is_closed:
             raise RuntimeError("the engine is closed")
-        ids, limit, manager = self._encode(prompt), self.config.max_model_len, self.scheduler.block_manager
-        refuse_if(request_id in self._live, f"request_id {request_id!r} is in use by a request that hasn't ended")
-        refuse_if(not ids, "the prompt is empty: it must hold at least one token")
-        for token_id in (min(ids), max(ids)):
-            refuse_if(not 0 <= token_id < self.model_config.vocab_size,
-                      f"token id {token_id} is outside the vocabulary of {self.model_config.vocab_size}")
-        refuse_if(len(ids) >= limit, f"the prompt has {len(ids)} tokens, but max_model_len={limit} must leave room for "
-                  "one more")
-        refuse_if(params.stop and self.tokenizer is None, f"stop={params.stop!r} needs a tokenizer, and there is none")
+        ids = self._need_tokenizer().encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if not all(issubclass(kind, Integral) and kind is not bool for kind in set(map(type, ids))):
+            raise TypeError(f"a prompt is a string or a list of token ids, not {prompt!r:.60}")
+        limit, vocab_size, manager = self.config.max_model_len, self.model_config.vocab_size, self.scheduler.block_manager
         max_num_tokens = min(len(ids) + params.max_tokens, limit)
         needed = manager.num_blocks_for(max_num_tokens - 1)      # the last token's KV is never needed
+        refuse_if(request_id in self._live, f"request_id {request_id!r} is in use by a request that hasn't ended")
+        refuse_if(not ids, "the prompt is empty: it must hold at least one token")
+        refuse_if(min(ids) < 0 or max(ids) >= vocab_size,
+                  f"token id {min(ids) if min(ids) < 0 else max(ids)} is outside the vocabulary of {vocab_size}")
+        refuse_if(len(ids) >= limit, f"the prompt has {len(ids)} tokens, but max_model_len={limit} must leave room for "
+                  "one more")
         refuse_if(needed > manager.num_blocks,
                   f"{len(ids)} prompt tokens and max_tokens={params.max_tokens} need {needed} KV blocks, but the pool "
                   f"has {manager.num_blocks} of {manager.block_size} tokens (num_kvcache_blocks)")
-        seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
-        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_token_ids)
+        refuse_if(params.stop and self.tokenizer is None, f"stop={params.stop!r} needs a tokenizer, and there is none")
         if request_id is None:
             request_id = next(i for i in map(str, self._ids) if i not in self._live)
-        sequence = Sequence(request_id, ids, params, seed, max_num_tokens, stop_ids)
+        seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
+        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_token_ids)
+        sequence = Sequence(request_id, list(map(int, ids)), params, seed, max_num_tokens, stop_ids)
         sequence.text, sequence.is_owned = OutputText(self.tokenizer, params.stop), is_owned
         return sequence
-
-    def _encode(self, prompt) -> list[int]:
-        if isinstance(prompt, str):
-            return self._need_tokenizer().encode(prompt)
-        ids = list(prompt)
-        if not all(issubclass(kind, Integral) and kind is not bool for kind in set(map(type, ids))):
-            raise TypeError(f"a prompt is a string or a list of token ids, not {prompt!r:.60}")
-        return list(map(int, ids))
 
     def _need_tokenizer(self):
         refuse_if(self.tokenizer is None, "the model folder has no tokenizer: give prompts as lists of token ids")
@@ -195,10 +184,10 @@ class LLMEngine:
 
     def abort(self, request_id: str) -> bool:
         """End a request now, whatever its state; its blocks are free at once. False if there is no such live one."""
-        if request_id not in self._live:
-            return False
-        self._end(self._live[request_id], "abort")
-        return True
+        sequence = self._live.get(request_id)
+        if sequence:
+            self._end(sequence, "abort")
+        return sequence is not None
 
     # Whole calls
 
@@ -266,9 +255,7 @@ class LLMEngine:
     def __exit__(self, *_):
         self.close()
 
-
 LLM = LLMEngine
-
 
 @contextmanager
 def interrupts_deferred():
@@ -285,14 +272,11 @@ def interrupts_deferred():
         if kept and callable(handler):
             handler(*kept[0])
 
-
 def show_speed(bar: tqdm, sequences: list[Sequence], seconds: float) -> None:
     num_prompt = sum(s.num_prompt_tokens for s in sequences if len(s.token_ids) > s.num_prompt_tokens)
     num_output = sum(len(s.token_ids) - s.num_prompt_tokens for s in sequences)
-    bar.set_postfix_str(f"prompt {num_prompt / seconds:,.0f} tok/s, output {num_output / seconds:,.0f} tok/s",
-                        refresh=False)
+    bar.set_postfix_str(f"prompt {num_prompt / seconds:,.0f} tok/s, output {num_output / seconds:,.0f} tok/s", False)
     bar.update(sum(sequence.output is not None for sequence in sequences) - bar.n)
-
 
 def model_folder(model: str | Path) -> Path:
     """The folder of a model: itself, or the hub's snapshot of a model id. Raises FileNotFoundError."""
@@ -304,7 +288,6 @@ def model_folder(model: str | Path) -> Path:
         return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]))
     except (OSError, ValueError, HfHubHTTPError) as error:
         raise FileNotFoundError(f"{model!r} is no folder here, and the hub didn't give it: {error}") from error
-
 
 def load_tokenizer(folder: Path):
     """The folder's tokenizer, or None if it has none: then only token ids are served."""

@@ -8,7 +8,6 @@ watches the other: a dead peer aborts the communicator, so that no collective wa
     segment   | sequence number | bytes of this part | bytes to come after it | part ... |
 """
 
-import logging
 import multiprocessing
 import os
 import pickle
@@ -19,18 +18,14 @@ import time
 import traceback
 from datetime import timedelta
 from multiprocessing.connection import wait as wait_for_any
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from nanoengine.config import EngineConfig, ModelConfig
 from nanoengine.linear import Group
 from nanoengine.model_runner import ModelRunner
 
-logger = logging.getLogger(__name__)
 HEADER = struct.Struct("<QQQ")
-
 
 class Channel:
     """One writer (rank 0), `num_peers` readers. Pass it to the peers' processes when they are started."""
@@ -68,22 +63,20 @@ class Channel:
             self.copied[peer].release()
         return pickle.loads(data)
 
-
 class Ranks:
-    """The model runners of all ranks, called as one. With one rank there is nothing but the runner.
+    """The model runners of all ranks, called as one. `arguments` are ModelRunner's (folder, model_config, config).
 
     A peer that raises or dies, in whatever it was doing, makes the call under way close everything and raise
-    RuntimeError with the peer's traceback. An error of rank 0 closes everything too, but for errors of a single rank
-    in `run`, which leave it usable.
+    RuntimeError with the peer's traceback. An error of rank 0 closes everything too, but one of a single rank in a step
+    leaves it usable (unless it is the device's).
     """
 
-    def __init__(self, folder: Path, model_config: ModelConfig, config: EngineConfig):
-        self.size, self.is_closed, self.runner = config.tensor_parallel_size, False, None
-        self.failure: str | None = None
-        self._processes, self._reports, self._has_failed = [], [], threading.Event()
-        self._guard(self._start, folder, model_config, config)
+    def __init__(self, *arguments):
+        self.size, self.is_closed, self.runner, self.failure = arguments[-1].tensor_parallel_size, False, None, None
+        self._peers, self._has_failed = [], threading.Event()       # of (process, the pipe that it reports through)
+        self._guard(self._start, arguments)
 
-    def _start(self, folder, model_config, config) -> None:
+    def _start(self, arguments) -> None:
         if self.size > 1:
             if dist.is_initialized():
                 raise RuntimeError("tensor_parallel_size > 1 needs torch's process group, but this process has one "
@@ -93,36 +86,37 @@ class Ranks:
             self.channel = Channel(self.size - 1, spawn)
             for rank in range(1, self.size):
                 report, theirs = spawn.Pipe(duplex=False)
-                process = spawn.Process(target=serve, name=f"nanoengine-rank-{rank}", daemon=True,
-                                        args=(rank, store.port, self.channel, theirs, folder, model_config, config))
+                process = spawn.Process(target=serve, daemon=True,
+                                        args=(rank, store.port, self.channel, theirs, arguments))
                 process.start()
                 theirs.close()
-                self._processes.append(process)
-                self._reports.append(report)
+                self._peers.append((process, report))
             threading.Thread(target=self._watch, daemon=True).start()
-            for report in self._reports:
+            for _, report in self._peers:
                 while not report.poll(0.2):
                     self._check()
                 report.recv()
-            join(store, 0, config)
-        self.runner = ModelRunner(folder, model_config, config, Group(0, self.size))
+            join(store, 0, arguments[-1])
+        self.runner = ModelRunner(*arguments, Group(0, self.size))
 
     def _watch(self) -> None:
         """Runs in a thread: when a peer ends unasked, note why, and wake whoever waits for it in a collective."""
-        sentinels = [process.sentinel for process in self._processes]
+        sentinels = [process.sentinel for process, _ in self._peers]
         index = sentinels.index(wait_for_any(sentinels)[0])
-        if not self.is_closed:
-            self._processes[index].join()
-            reason = f"exit code {self._processes[index].exitcode} (does your script lack `if __name__ == '__main__':`?)"
-            try:
-                while self._reports[index].poll():
-                    reason = self._reports[index].recv() or reason
-            except EOFError:
-                pass
-            self.failure = f"rank {index + 1} of {self.size} failed: {reason}"
-            self._has_failed.set()
-            if dist.is_initialized():
-                dist.distributed_c10d._abort_process_group()
+        if self.is_closed:
+            return
+        process, report = self._peers[index]
+        process.join()
+        reason = f"exit code {process.exitcode} (does your script lack `if __name__ == '__main__':`?)"
+        try:
+            while report.poll():
+                reason = report.recv() or reason
+        except EOFError:
+            pass
+        self.failure = f"rank {index + 1} of {self.size} failed: {reason}"
+        self._has_failed.set()
+        if dist.is_initialized():
+            dist.distributed_c10d._abort_process_group()
 
     def _check(self) -> None:
         if self.failure:
@@ -134,21 +128,21 @@ class Ranks:
             self._check()
             return result
         except BaseException as error:
-            self._has_failed.wait(3 if self._processes else 0)      # if a peer is to blame, we will know soon
-            if self._processes or function == self._start or isinstance(error, torch.AcceleratorError):
+            self._has_failed.wait(3 if self._peers else 0)      # if a peer is to blame, we will know soon
+            if self._peers or function == self._start or isinstance(error, getattr(torch, "AcceleratorError", ())):
                 self.close()
             self._check()
             raise
 
     def call(self, method: str, *args):
         """`ModelRunner.method(*args)` on every rank; returns rank 0's result, maybe before the peers are done."""
-        if self._processes:
+        if self._peers:
             self._guard(self.channel.send, (method, args), self._check)
         return self._guard(getattr(self.runner, method), *args)
 
     def token_ids(self, launch) -> list[int]:
         """A launched step's tokens. With peers, the wait is no call into CUDA that a dead one could make endless."""
-        while self._processes and not launch.is_done():
+        while self._peers and not launch.is_done():
             self._guard(time.sleep, 2e-5)
         return self._guard(launch.token_ids)
 
@@ -156,51 +150,47 @@ class Ranks:
         """End the peers (by force if one has failed or doesn't answer) and free everything. May be called twice."""
         if self.is_closed:
             return
-        self.is_closed, has_joined, deadline = True, self.runner is not None, time.monotonic() + 5
-        self.runner = None
+        deadline, is_up = time.monotonic() + 5, self.runner is not None and not self.failure
+        self.is_closed, self.runner = True, None
 
         def check():
             if self.failure or time.monotonic() > deadline:
                 raise TimeoutError
         try:
-            if self._processes and has_joined:
+            if self._peers and is_up:
                 self.channel.send(("close", ()), check)
         except TimeoutError:
-            logger.warning("peers don't answer and are ended by force")
-        for process in self._processes:
-            process.join(timeout=5 if has_joined and not self.failure else 0)
+            deadline = 0
+        for process, _ in self._peers:
+            process.join(timeout=max(0, deadline - time.monotonic()) if is_up else 0)
             process.kill()
             process.join()
-        if self._processes and dist.is_initialized():
+        if self._peers and dist.is_initialized():
             dist.destroy_process_group()
 
-
-def join(store, rank: int, config: EngineConfig) -> None:
+def join(store, rank: int, config) -> None:
     if config.device == "cuda":
         torch.cuda.set_device(rank)
     dist.init_process_group("nccl" if config.device == "cuda" else "gloo", store=store, rank=rank,
                             world_size=config.tensor_parallel_size, timeout=timedelta(minutes=2))
 
-
-def serve(rank: int, port: int, channel: Channel, report, folder: Path, model_config: ModelConfig,
-          config: EngineConfig) -> None:
+def serve(rank: int, port: int, channel: Channel, report, arguments) -> None:
     """A peer's whole life: join, load, then do as rank 0 does. Ctrl-C is rank 0's to handle."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_die_with_parent, daemon=True).start()
     try:
-        torch.set_num_threads(max(1, torch.get_num_threads() // config.tensor_parallel_size))
+        size = arguments[-1].tensor_parallel_size
+        torch.set_num_threads(max(1, torch.get_num_threads() // size))
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
         report.send(None)
-        join(store, rank, config)
-        runner = ModelRunner(folder, model_config, config, Group(rank, config.tensor_parallel_size))
+        join(store, rank, arguments[-1])
+        runner = ModelRunner(*arguments, Group(rank, size))
         while (message := channel.receive(rank - 1))[0] != "close":
-            method, args = message
-            getattr(runner, method)(*args)
+            getattr(runner, message[0])(*message[1])
         dist.destroy_process_group()
     except BaseException:
         report.send(traceback.format_exc())
         os._exit(1)         # at once, without waiting for collectives that can't end
-
 
 def _die_with_parent() -> None:
     wait_for_any([multiprocessing.parent_process().sentinel])

@@ -13,14 +13,12 @@ from nanoengine import kernels
 
 ROWS_AT_A_TIME = 32     # sorting needs some 20 bytes per logit: 100 MB for 32 rows of 152k tokens
 
-
 def filter_logits(logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Logits [n, vocab_size] float32, with -inf for every token that the filters remove. The likeliest always stays.
+    """Logits [n, vocab_size] float32, with -inf for every token that the filters remove; all other arguments are [n].
 
-    All other arguments are [n]. On the probabilities softmax(logits / temperature), in this order: the `top_k`
-    likeliest (0: all), renormalised; then the likeliest until their sum reaches `top_p`, the token that reaches it
-    included (sums are compared with a tolerance of 1e-6); then those with at least `min_p` times the likeliest's.
-    Ties go to the lower token id.
+    On the probabilities softmax(logits / temperature), in this order: the `top_k` likeliest (0: all), renormalised;
+    then the likeliest until their sum reaches `top_p` (within 1e-6), the token that reaches it included; then those
+    with at least `min_p` times the likeliest's. The likeliest always stays. Ties go to the lower token id.
     """
     logits_sorted, order = logits.sort(dim=-1, descending=True, stable=True)
     scaled = (logits_sorted - logits_sorted[:, :1]) / temperatures[:, None].clamp(min=1e-30)
@@ -32,12 +30,11 @@ def filter_logits(logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Te
     keeps |= ranks == 0
     return logits.masked_fill(~torch.zeros_like(keeps).scatter(-1, order, keeps), -torch.inf)
 
-
-def draw_filtered(logits: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor, top_k: Tensor,
-                  top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Token ids [n] drawn from filtered logits [n, vocab_size]; all other arguments are [n]."""
+def draw_filtered(logits: Tensor, seeds: Tensor, positions: Tensor, *settings: Tensor) -> Tensor:
+    """Token ids [n] drawn from filtered logits [n, vocab_size]. settings: temperatures, top_k, top_p, min_p, each [n]."""
     ids = []
-    for some in torch.arange(logits.shape[0], device=logits.device).split(ROWS_AT_A_TIME):
-        kept = filter_logits(logits[some].float(), temperatures[some], top_k[some], top_p[some], min_p[some])
-        ids.append(kernels.sample(kept, temperatures[some], seeds[some], positions[some])[1])
+    for i in range(0, len(logits), ROWS_AT_A_TIME):
+        some = slice(i, i + ROWS_AT_A_TIME)
+        kept = filter_logits(logits[some].float(), *(setting[some] for setting in settings))
+        ids.append(kernels.sample(kept, settings[0][some], seeds[some], positions[some])[1])
     return torch.cat(ids)

@@ -9,28 +9,24 @@ persistent state. No Python loop runs over tokens, and nothing here knows torch.
     cu_seqlens_q   0   1       4     6         context_lens (keys seen by a chunk's last token)  [7, 3, 6]
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.sequence import Chunk
 
-
-@dataclass(slots=True)
-class NewRow:
-    """What a row holds from now on: known tokens, the blocks of its cached prefix, how to draw."""
+class NewRow(NamedTuple):
+    """What a row holds from now on."""
 
     row: int
-    token_ids: np.ndarray       # [num known tokens] int32
-    block_ids: list[int]        # blocks before the first chunk's; later ones come with the chunks
+    token_ids: np.ndarray       # all that are known
+    block_ids: list[int]        # blocks of the cached prefix, before the first chunk's; later ones come with the chunks
     params: SamplingParams
     seed: int
 
-
-@dataclass(slots=True)
-class StepInput:
-    """One step. All arrays are int32 of length num_chunks, but `block_ids`."""
+class StepInput(NamedTuple):
+    """One step, as arrays of length num_chunks unless noted. One-token chunks come first."""
 
     new_rows: list[NewRow]
     rows: np.ndarray
@@ -51,48 +47,37 @@ class StepInput:
                                        sequence.block_table[:first_block], sequence.params, sequence.seed))
             if chunk.draws_token and sequence.params.has_filters:
                 filtered.append(i)
-        return cls(new_rows, np.array([c.sequence.row for c in chunks], np.int32),
-                   np.array([c.start for c in chunks], np.int32), np.array([c.num_tokens for c in chunks], np.int32),
-                   np.array([c.draws_token for c in chunks], bool), np.array(block_ids, np.int32), filtered)
+        numbers = np.array([(c.sequence.row, c.start, c.num_tokens, c.draws_token) for c in chunks], np.int32).T
+        return cls(new_rows, *numbers[:3], numbers[3].astype(bool), np.array(block_ids, np.int32), filtered)
 
-    @property
-    def is_decode(self) -> bool:
-        """Does every chunk hold exactly one token?"""
-        return bool((self.num_tokens == 1).all())
+class FlatStep(NamedTuple):
+    """The step with one entry per token (the first three) or per chunk."""
 
-
-@dataclass(slots=True)
-class FlatStep:
-    """The step with one entry per token (first three) or per chunk (the others), all int32."""
-
-    token_rows: np.ndarray          # [num_tokens]  row of each token
-    positions: np.ndarray           # [num_tokens]  its position in its sequence
-    slot_mapping: np.ndarray        # [num_tokens]  where its keys and values go: block * block_size + offset
-    rows: np.ndarray                # [num_chunks]
-    context_lens: np.ndarray        # [num_chunks]  keys that the last token of the chunk sees, itself included
-    draw_positions: np.ndarray      # [num_chunks]  where the drawn token will stand; `no_draw` if nothing is drawn
-    last_indices: np.ndarray        # [num_chunks]  index of the chunk's last token among all tokens
+    token_rows: np.ndarray          # row of each token
+    positions: np.ndarray           # its position in its sequence
+    slot_mapping: np.ndarray        # where its keys and values go: block * block_size + offset
+    rows: np.ndarray
+    context_lens: np.ndarray        # keys that the last token of the chunk sees, itself included
+    draw_positions: np.ndarray      # where the drawn token will stand; `no_draw` if nothing is drawn
+    last_indices: np.ndarray        # index of the chunk's last token among all tokens
     cu_seqlens_q: np.ndarray        # [num_chunks - num_decodes + 1]  bounds of the chunks after the decodes
     cu_seqlens_k: np.ndarray        # the same for the keys they see
     num_decodes: int                # one-token chunks at the front
     max_seqlen_q: int
     max_seqlen_k: int
 
-
 def flatten(step: StepInput, block_size: int, no_draw: int) -> FlatStep:
-    """Flat arrays of a step whose one-token chunks come first. `no_draw` is the position that stands for none."""
-    ends = step.starts + step.num_tokens
-    cu_tokens = np.concatenate(([0], np.cumsum(step.num_tokens)))
-    first_blocks = step.starts // block_size
+    """Flat arrays of a step. `no_draw` is the position that stands for none."""
+    starts, num_tokens = step.starts.astype(int), step.num_tokens.astype(int)
+    ends, cu_tokens, first_blocks = starts + num_tokens, np.concatenate(([0], num_tokens.cumsum())), starts // block_size
     num_blocks = (ends - 1) // block_size - first_blocks + 1
-    cu_blocks = np.cumsum(num_blocks) - num_blocks
-    positions = np.arange(cu_tokens[-1]) + np.repeat(step.starts - cu_tokens[:-1], step.num_tokens)
-    block_index = positions // block_size + np.repeat(cu_blocks - first_blocks, step.num_tokens)
-    num_decodes = int((step.num_tokens == 1).sum())
-    rest = ends[num_decodes:]
+    positions = np.arange(cu_tokens[-1]) + np.repeat(starts - cu_tokens[:-1], num_tokens)
+    block_index = positions // block_size + np.repeat(num_blocks.cumsum() - num_blocks - first_blocks, num_tokens)
+    num_decodes = int((num_tokens == 1).sum())
     return FlatStep(
-        token_rows=np.repeat(step.rows, step.num_tokens), positions=positions, rows=step.rows,
-        slot_mapping=step.block_ids[block_index] * block_size + positions % block_size,
-        context_lens=ends, draw_positions=np.where(step.draws_token, ends, no_draw), last_indices=cu_tokens[1:] - 1,
-        cu_seqlens_q=cu_tokens[num_decodes:] - num_decodes, cu_seqlens_k=np.concatenate(([0], np.cumsum(rest))),
-        num_decodes=num_decodes, max_seqlen_q=int(step.num_tokens.max()), max_seqlen_k=int(ends.max()))
+        token_rows=np.repeat(step.rows, num_tokens), positions=positions, rows=step.rows,
+        slot_mapping=step.block_ids[block_index] * block_size + positions % block_size, context_lens=ends,
+        draw_positions=np.where(step.draws_token, ends, no_draw), last_indices=cu_tokens[1:] - 1,
+        cu_seqlens_q=cu_tokens[num_decodes:] - num_decodes,
+        cu_seqlens_k=np.concatenate(([0], ends[num_decodes:].cumsum())), num_decodes=num_decodes,
+        max_seqlen_q=int(num_tokens.max()), max_seqlen_k=int(ends.max()))

@@ -65,7 +65,7 @@ def test_scores_of_two_ranks_are_those_of_one_within_rounding(qwen):
 
 def test_a_killed_peer_is_noticed_within_seconds(qwen):
     llm = LLM(qwen, max_model_len=512, max_num_seqs=16, gpu_memory_utilization=0.3, tensor_parallel_size=2)
-    process = llm._ranks._processes[0]
+    process = llm._ranks._peers[0][0]
     threading.Timer(1, os.kill, (process.pid, signal.SIGKILL)).start()
     begin = time.monotonic()
     with pytest.raises(RuntimeError, match="rank 1 of 2 failed"):
