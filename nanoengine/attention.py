@@ -23,7 +23,6 @@ except ImportError:
 
 FLASH_BLOCK_SIZE = 256      # its paged version wants multiples
 
-
 def reason_against_flash(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
     """Why flash-attn can't serve this engine, or None if it can. Builds differ in head sizes and GPUs: ask by running."""
     if device.type != "cuda" or dtype == torch.float32:
@@ -39,7 +38,6 @@ def reason_against_flash(device: torch.device, dtype: torch.dtype, head_dim: int
     except RuntimeError as error:
         return f"its build refuses head_dim={head_dim} ({error})"
     return None
-
 
 def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float) -> Tensor:
     """softmax(q k^T * scale) v for every token of this step, causally within its own sequence.
@@ -62,7 +60,6 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float) -
     elif n < len(q):
         outputs.append(plain_attention(q, k_cache, v_cache, scale, context, first_chunk=n))
     return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
-
 
 def plain_attention(q, k_cache, v_cache, scale, context: Context, first_chunk: int = 0) -> Tensor:
     """The definition, one chunk at a time: gather the chunk's context through its block table, mask, SDPA.

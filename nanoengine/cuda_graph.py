@@ -9,11 +9,9 @@ a step computes, and what padding means, is the model runner's business.
 import torch
 from torch import Tensor
 
-
 def default_batch_sizes(max_num_seqs: int) -> list[int]:
     """1, 2, 4, 8, then multiples of 16 up to 512: a matrix product's cost changes in such steps."""
     return [size for size in (1, 2, 4, 8, *range(16, 513, 16)) if size < max_num_seqs] + [min(max_num_seqs, 512)]
-
 
 class CudaGraphs:
     """Captured `decode(inputs)` for each of `batch_sizes` (ascending).

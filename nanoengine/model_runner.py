@@ -12,7 +12,6 @@ import gc
 import logging
 import os
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -29,34 +28,32 @@ from nanoengine.step_input import FlatStep, NewRow, StepInput, flatten
 
 logger = logging.getLogger(__name__)
 
-
 class Launch:
     """A launched step's tokens, one per chunk, on their way to the host."""
 
     def __init__(self, token_ids: Tensor, num_padding_rows: int):
-        self.num_padding_rows = num_padding_rows
-        self._token_ids = torch.empty_like(token_ids, device="cpu", pin_memory=token_ids.is_cuda)
+        self.num_padding_rows, on_gpu = num_padding_rows, token_ids.is_cuda
+        self._token_ids = torch.empty_like(token_ids, device="cpu", pin_memory=on_gpu)
         self._token_ids.copy_(token_ids, non_blocking=True)
-        self._done = torch.cuda.current_stream(token_ids.device).record_event() if token_ids.is_cuda else None
+        self._event = torch.cuda.current_stream(token_ids.device).record_event() if on_gpu else None
 
     def is_done(self) -> bool:
-        return self._done is None or self._done.query()
+        return self._event is None or self._event.query()
 
     def token_ids(self) -> list[int]:
         """Waits for this step alone, not for what was launched after it."""
-        if self._done:
-            self._done.synchronize()
+        if self._event:
+            self._event.synchronize()
         return self._token_ids.tolist()
 
-
 class ModelRunner:
-    """Only this class writes tensors. Use: `measure`, then `allocate`, then `run` once per step.
+    """Only this class writes tensors. Use: `measure`, then `allocate`, then `run` once per step. config: of `resolve`.
 
-    config: as `resolve` returns it. Row `max_num_seqs` of the state belongs to nobody and serves padding, position
-    `max_model_len` to no token: what must not be kept is written there.
+    Row `max_num_seqs` of the state belongs to nobody and serves padding, position `max_model_len` to no token: what
+    must not be kept is written there.
     """
 
-    def __init__(self, folder: Path, model_config: ModelConfig, config: EngineConfig, group: Group = Group()):
+    def __init__(self, folder, model_config: ModelConfig, config: EngineConfig, group: Group = Group()):
         self.config, self.model_config, self.group = config, model_config, group
         self.device = torch.device("cuda", group.rank) if config.device == "cuda" else torch.device("cpu")
         self.dtype, self.block_size = getattr(torch, config.dtype), config.kvcache_block_size
@@ -77,15 +74,16 @@ class ModelRunner:
             self.history = torch.zeros(num_rows, length + 1, dtype=torch.int32)
             self.block_tables = torch.zeros(num_rows, -(-length // self.block_size), dtype=torch.int32)
             self.seeds = torch.zeros(num_rows, dtype=torch.int64)
-            self.settings = torch.zeros(4, num_rows)                # temperature, top_k, top_p, min_p
+            self.settings = torch.zeros(4, num_rows, dtype=torch.float32)       # temperature, top_k, top_p, min_p
 
     def measure(self) -> int:
         """How many KV blocks fit on the rank that has least room: on a GPU what weights, the largest step, the graphs
-        and other processes leave; on the CPU min(2 GiB, a quarter of the available memory). Never more than useful."""
+        and other processes leave; on the CPU min(2 GiB, a quarter of the memory). Never more than useful."""
         model, most = self.model_config, self.config.max_num_seqs * self.block_tables.shape[1]
         block_bytes = (2 * model.num_hidden_layers * self.block_size * model.num_key_value_heads * model.head_dim
                        * self.dtype.itemsize // self.group.size)
-        spare = self._spare_gpu_memory() if self.device.type == "cuda" else min(2 << 30, available_memory() // 4)
+        spare = (self._spare_gpu_memory() if self.device.type == "cuda" else
+                 min(2 << 30, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4))
         fits = torch.tensor(max(0, min(most, spare // block_bytes)), device=self.device)
         return int(self.group.all_min(fits))
 
@@ -93,21 +91,20 @@ class ModelRunner:
         """Bytes left for KV blocks, found by running the largest step and capturing the largest graph (whose memory
         the smaller ones share) with no pool but the spare block."""
         self.allocate(0, capture=False)
-        config = self.config
-        num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
-        num_tokens = np.full(num_seqs, min(config.max_num_batched_tokens // num_seqs, config.max_model_len))
-        block_ids = np.zeros(num_seqs * -(-num_tokens[0] // self.block_size), int)
-        self.run(StepInput([], np.full(num_seqs, self.spare_row), np.zeros(num_seqs, int), num_tokens,
-                           np.zeros(num_seqs, bool), block_ids, list(range(num_seqs)))).token_ids()
+        n = min(self.config.max_num_seqs, self.config.max_num_batched_tokens)
+        num_tokens = np.full(n, min(self.config.max_num_batched_tokens // n, self.config.max_model_len))
+        block_ids = np.zeros(n * -(-num_tokens[0] // self.block_size), int)
+        self.run(StepInput([], np.full(n, self.spare_row), np.zeros(n, int), num_tokens, np.zeros(n, bool), block_ids,
+                           list(range(n)))).token_ids()
         gc.collect()
         torch.cuda.empty_cache()
         activations = torch.cuda.max_memory_allocated(self.device) - torch.cuda.memory_allocated(self.device)
         free, total = torch.cuda.mem_get_info(self.device)          # what other processes hold is not free
         self._capture(largest_only=True)
         graphs = free - torch.cuda.mem_get_info(self.device)[0]
-        spare = int(total * config.gpu_memory_utilization) - (total - free) - activations - graphs
+        spare = int(total * self.config.gpu_memory_utilization) - (total - free) - activations - graphs
         logger.info("GPU memory in GiB: total %.2f, taken %.2f, largest step %.2f, graphs %.2f, left for KV %.2f",
-                    *(n / 2**30 for n in (total, total - free, activations, graphs, spare)))
+                    *(amount / 2**30 for amount in (total, total - free, activations, graphs, spare)))
         return spare
 
     def allocate(self, num_blocks: int, capture: bool = True) -> None:
@@ -142,11 +139,10 @@ class ModelRunner:
         num_chunks = len(flat.rows)
         size = self.graphs.bucket(num_chunks) if self.graphs and flat.num_decodes == num_chunks else None
         if size:
-            inputs = self._pinned(5, size)
-            inputs.numpy()[:] = np.array(self.padding)[:, None]
-            inputs.numpy()[:, :num_chunks] = (flat.rows, flat.positions, flat.slot_mapping, flat.context_lens,
-                                              flat.draw_positions)
-            token_ids, logits = self.graphs.replay(size, inputs)
+            columns = np.repeat(np.array(self.padding)[:, None], size, axis=1)
+            columns[:, :num_chunks] = (flat.rows, flat.positions, flat.slot_mapping, flat.context_lens,
+                                       flat.draw_positions)
+            token_ids, logits = self.graphs.replay(size, self._pinned(columns.ravel()).view(5, size))
         else:
             token_ids, logits = self._run_eagerly(flat)
         if step.filtered:
@@ -154,10 +150,8 @@ class ModelRunner:
         return Launch(token_ids[:num_chunks], len(token_ids) - num_chunks)
 
     def _run_eagerly(self, flat: FlatStep) -> tuple[Tensor, Tensor]:
-        token_rows, positions, slots, rows, lens, draw_positions, last, cu_q, cu_k = self._to_device(
-            flat.token_rows, flat.positions, flat.slot_mapping, flat.rows, flat.context_lens, flat.draw_positions,
-            flat.last_indices, flat.cu_seqlens_q, flat.cu_seqlens_k)
-        context = Context(slots, self.block_tables, rows, lens, flat.num_decodes, self.uses_flash, cu_q, cu_k,
+        token_rows, positions, slots, rows, context_lens, draw_positions, last, cu_q, cu_k = self._to_device(*flat[:9])
+        context = Context(slots, self.block_tables, rows, context_lens, flat.num_decodes, self.uses_flash, cu_q, cu_k,
                           flat.max_seqlen_q, flat.max_seqlen_k)
         return self._compute(context, token_rows, positions, draw_positions, last)
 
@@ -194,15 +188,13 @@ class ModelRunner:
 
     def _fill_rows(self, new_rows: list[NewRow]) -> None:
         """Write what new rows bring: known tokens, blocks of the cached prefix, settings."""
-        rows = [new.row for new in new_rows]
-        num_tokens, num_hits = ([len(ids) for ids in lists] for lists in zip(*((n.token_ids, n.block_ids) for n in new_rows)))
-        settings = [(p.temperature, p.top_k, p.top_p, p.min_p) for p in (new.params for new in new_rows)]
+        rows, known, hits, params, seeds = zip(*new_rows)
+        num_known, num_hits = [len(ids) for ids in known], [len(ids) for ids in hits]
+        settings = np.array([(p.temperature, p.top_k, p.top_p, p.min_p) for p in params], np.float64)
         at, seeds, settings, token_rows, positions, token_ids, hit_rows, columns, block_ids = self._to_device(
-            rows, [new.seed for new in new_rows], np.array(settings, np.float64).ravel().view(np.int64),
-            np.repeat(rows, num_tokens), np.concatenate([np.arange(n) for n in num_tokens]),
-            np.concatenate([new.token_ids for new in new_rows]),
-            np.repeat(rows, num_hits), np.concatenate([np.arange(n) for n in num_hits]),
-            np.concatenate([new.block_ids for new in new_rows]))
+            rows, seeds, settings.ravel().view(np.int64),
+            np.repeat(rows, num_known), np.concatenate([np.arange(n) for n in num_known]), np.concatenate(known),
+            np.repeat(rows, num_hits), np.concatenate([np.arange(n) for n in num_hits]), np.concatenate(hits))
         self.history[token_rows, positions] = token_ids.int()
         self.block_tables[hit_rows, columns] = block_ids.int()
         self.seeds[at] = seeds
@@ -211,26 +203,16 @@ class ModelRunner:
     def _to_device(self, *arrays) -> tuple[Tensor, ...]:
         """int64 tensors on the device, in one copy. Each begins at a multiple of 16 bytes: Triton compiles a kernel
         anew for pointers that don't."""
-        starts = np.cumsum([0] + [-(-len(array) // 2) * 2 for array in arrays])
-        packed = self._pinned(starts[-1])
-        for start, array in zip(starts, arrays):
-            packed.numpy()[start:start + len(array)] = array
-        packed = packed.to(self.device, non_blocking=True)
-        return tuple(packed[start:start + len(array)] for start, array in zip(starts, arrays))
+        padded = [np.append(array, 0) if len(array) % 2 else array for array in arrays]
+        packed = self._pinned(np.concatenate(padded, dtype=np.int64, casting="unsafe")).to(self.device, non_blocking=True)
+        parts = packed.split([len(array) for array in padded])
+        return tuple(part[:len(array)] for part, array in zip(parts, arrays))
 
-    def _pinned(self, *shape: int) -> Tensor:
-        """A fresh host buffer. torch's pinned allocator reuses one only when the copies out of it are done."""
-        return torch.empty(*shape, dtype=torch.int64, pin_memory=self.device.type == "cuda")
-
-
-def available_memory() -> int:
-    """Bytes of host memory that are free or could be freed; the physical memory where the system doesn't tell."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
+    def _pinned(self, array: np.ndarray) -> Tensor:
+        """A host copy that the device can read by itself. torch's pinned allocator reuses it only after that."""
+        tensor = torch.empty(len(array), dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        tensor.numpy()[:] = array
+        return tensor
 
 def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     """Fill in what the user left to the engine, for this machine and model."""
@@ -241,10 +223,10 @@ def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     device, dtype = "cuda" if on_gpu else "cpu", config.dtype
     if dtype == "auto":
         dtype = model.dtype if on_gpu else "float32"
-    uses_flash = not attention.reason_against_flash(torch.device(device), getattr(torch, dtype), model.head_dim,
-                                                    config.kvcache_block_size or attention.FLASH_BLOCK_SIZE)
+    block_size = config.kvcache_block_size or attention.FLASH_BLOCK_SIZE
+    reason = attention.reason_against_flash(torch.device(device), getattr(torch, dtype), model.head_dim, block_size)
     return replace(
         config, device=device, dtype=dtype, max_model_len=config.max_model_len or model.max_position_embeddings,
         max_num_seqs=config.max_num_seqs or (512 if on_gpu else 64),
         max_num_batched_tokens=config.max_num_batched_tokens or (16384 if on_gpu else 2048),
-        kvcache_block_size=config.kvcache_block_size or (attention.FLASH_BLOCK_SIZE if uses_flash else 16))
+        kvcache_block_size=config.kvcache_block_size or (16 if reason else block_size))

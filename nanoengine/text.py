@@ -6,7 +6,6 @@ beginning of a stop string is held back here, until it is one or can't be one. N
 
 from tokenizers.decoders import DecodeStream
 
-
 class OutputText:
     """The text of one request: `append` ids as they come, `flush` at the end; `text` is what may be shown so far."""
 

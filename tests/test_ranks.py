@@ -6,14 +6,17 @@ tiny.py, which is what one rank is compared with too.
 """
 
 import json
+import os
 import pickle
+import time
+from pathlib import Path
 
 import pytest
 
 import tiny
 from nanoengine import SamplingParams, rpc
 from smollm2 import smollm2_folder
-from test_rpc import THREE_WAYS, greedy, needs_proc, poison_caches, start
+from test_rpc import THREE_WAYS, children_of, greedy, needs_proc, poison_caches, start
 from tiny import assert_same_tokens, drain, oracle_for, random_ids
 
 DEFAULTS = {"kvcache_block_size": None, "num_kvcache_blocks": None}
@@ -146,6 +149,23 @@ def test_a_step_sends_only_differences(ranks, monkeypatch):
     llm.generate([random_ids(601, 4)], greedy(20), use_tqdm=False)
     decodes = sizes[1:]
     assert len(decodes) == 19 and max(decodes) - min(decodes) <= 16 and max(decodes) < 1500
+
+
+@needs_proc
+def test_peers_sleep_while_they_wait(ranks):
+    """A fifth of a second of idleness costs no rank half of that in processor time."""
+
+    def cpu_seconds(pid):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    llm = ranks[0]
+    llm.generate([[1]], greedy(3), use_tqdm=False)
+    pids = [os.getpid(), *children_of(os.getpid())]
+    assert len(pids) == llm.config.tensor_parallel_size
+    before = [cpu_seconds(pid) for pid in pids]
+    time.sleep(0.2)
+    assert max(cpu_seconds(pid) - then for pid, then in zip(pids, before)) < 0.1
 
 
 # ---- what can't be split (case 35)

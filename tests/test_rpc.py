@@ -119,12 +119,12 @@ def channel_and_readers(num_peers=1, **options):
     yield channel, [partial(copy.copy(channel).receive, peer) for peer in range(num_peers)]
 
 
-class Waits(Exception):
+class MustWait(Exception):
     pass
 
 
 def wait_is_an_error():
-    raise Waits
+    raise MustWait
 
 
 def receive_in_thread(reader):
@@ -165,7 +165,7 @@ def test_what_somebody_still_reads_is_not_overwritten():
         channel.send("first")
         for reader in readers[:2]:
             assert reader() == "first"
-        with pytest.raises(Waits):
+        with pytest.raises(MustWait):
             channel.send("second", wait_is_an_error)
         assert readers[2]() == "first"
 
@@ -205,7 +205,7 @@ def collect(rank, size, port, answers):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_sums_minima_and_gathers(size):
     """Case 34: whoever has least memory decides how many blocks there are, be it the first rank or the last."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -427,18 +427,6 @@ def test_close_leaves_nothing(checkpoint):
 
 
 @needs_proc
-def test_closed_in_the_middle_of_a_request(checkpoint):
-    with nothing_stays() as holdings:
-        llm = start(checkpoint("llama"))
-        llm.add_request(PROMPT, greedy(50))
-        for _ in range(5):
-            llm.step()
-        holdings.note()
-        with within(10):
-            llm.close()
-
-
-@needs_proc
 def test_del_leaves_nothing(checkpoint):
     """Case 38."""
     folder = checkpoint("llama")
@@ -451,12 +439,13 @@ def test_del_leaves_nothing(checkpoint):
 
 @needs_proc
 def test_an_exception_in_a_with_block_leaves_nothing(checkpoint):
-    """Case 38."""
+    """Case 38; a step is in flight."""
     with nothing_stays() as holdings:
         with pytest.raises(KeyError, match="mine"), start(checkpoint("llama")) as llm:
             holdings.note()
-            llm.add_request(PROMPT, greedy(5))
-            llm.step()
+            llm.add_request(PROMPT, greedy(50))
+            for _ in range(3):
+                llm.step()
             raise KeyError("mine")
 
 
@@ -489,31 +478,21 @@ def test_one_engine_after_another_but_not_two_at_once(checkpoint):
             check_works(llm, folder)
 
 
-@needs_proc
-def test_a_peer_sleeps_while_it_waits(checkpoint):
-    """A second of idleness costs a peer hardly any processor time, and rank 0 none either."""
-
-    def cpu_seconds(pid):
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-    with start(checkpoint("llama")) as llm:
-        check_works(llm, checkpoint("llama"))
-        pids = (os.getpid(), *children_of(os.getpid()))
-        before = [cpu_seconds(pid) for pid in pids]
-        time.sleep(1)
-        assert len(pids) == 2
-        assert [cpu_seconds(pid) - then < 0.1 for pid, then in zip(pids, before)] == [True] * 2
-
 
 # ---- engines that fail (case 30)
 
 
 @contextlib.contextmanager
-def fails(match, kind=RuntimeError, seconds=10):
-    """The block raises in time, and the message holds the cause. No frame of the engine outlives it."""
-    with within(seconds), pytest.raises(kind) as caught:
-        yield
+def fails(match, kind=RuntimeError):
+    """The block raises within 10 s after the failure, and the message holds the cause.
+
+    Yields a function to call at the moment of the failure, if that isn't the start of the block. No frame of the
+    engine outlives the block.
+    """
+    times = [time.monotonic()]
+    with within(60), pytest.raises(kind) as caught:
+        yield lambda: times.append(time.monotonic())
+    assert time.monotonic() - times[-1] < 10
     text = str(caught.value)
     del caught
     assert re.search(match, text, re.DOTALL), text
@@ -581,7 +560,7 @@ def test_a_killed_peer_is_noticed_inside_a_collective(checkpoint):
         llm = start(checkpoint("llama"))
         holdings.note()
         in_peers(llm, before_step, 3, 1, time.sleep, 60)
-        timer = threading.Timer(1, os.kill, (holdings.peers()[0], signal.SIGKILL))
+        timer = threading.Timer(0.5, os.kill, (holdings.peers()[0], signal.SIGKILL))
         timer.start()
         with fails(r"rank 1.*-9"):
             llm.generate([PROMPT], greedy(20), use_tqdm=False)
@@ -663,9 +642,10 @@ def test_a_peer_is_killed_while_loading(only_rank_0_loads):
 
         def kill():
             holdings.note()
+            now()
             os.kill(holdings.peers()[0], signal.SIGKILL)
 
-        with fails(r"rank 1.*-9"):
+        with fails(r"rank 1.*-9") as now:
             start_and_generate(only_rank_0_loads(replace_by_fifo, kill))
 
 
@@ -676,10 +656,32 @@ def test_rank_0_fails_to_load_while_its_peer_still_does(only_rank_0_loads):
 
         def note_and_trip():
             holdings.note()
+            now()
             trip("rank 0 alone")
 
-        with fails("rank 0 alone", kind=LookupError):
+        with fails("rank 0 alone", kind=LookupError) as now:
             start(only_rank_0_loads(replace_by_fifo, note_and_trip))
+
+
+@contextlib.contextmanager
+def first_child_is_killed(holdings, delay, now):
+    """`delay` seconds after it has appeared, whatever this process does meanwhile."""
+
+    def kill():
+        while not holdings.peers():
+            holdings.note()
+            time.sleep(0.01)
+        time.sleep(delay)
+        holdings.note()
+        now()
+        os.kill(holdings.peers()[0], signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    try:
+        yield
+    finally:
+        killer.join()
 
 
 @needs_proc
@@ -687,20 +689,8 @@ def test_rank_0_fails_to_load_while_its_peer_still_does(only_rank_0_loads):
 def test_a_peer_is_killed_before_it_has_joined(checkpoint, delay):
     """It is importing torch then."""
     with nothing_stays() as holdings:
-
-        def kill_the_first_child():
-            while not holdings.peers():
-                holdings.note()
-                time.sleep(0.01)
-            time.sleep(delay)
-            holdings.note()
-            os.kill(holdings.peers()[0], signal.SIGKILL)
-
-        killer = threading.Thread(target=kill_the_first_child)
-        killer.start()
-        with fails(r"rank 1.*-9"):
+        with fails(r"rank 1.*-9") as now, first_child_is_killed(holdings, delay, now):
             start(checkpoint("llama"))
-        killer.join()
 
 
 @needs_proc
@@ -709,22 +699,10 @@ def test_a_peer_is_killed_before_it_has_joined(checkpoint, delay):
 def test_a_peer_is_killed_at_any_moment(checkpoint, delay):
     """While it starts, joins, loads or computes."""
     with nothing_stays() as holdings:
-
-        def kill_the_first_child():
-            while not holdings.peers():
-                holdings.note()
-                time.sleep(0.01)
-            time.sleep(delay)
-            holdings.note()
-            os.kill(holdings.peers()[0], signal.SIGKILL)
-
-        killer = threading.Thread(target=kill_the_first_child)
-        killer.start()
-        with fails(r"rank 1.*-9", seconds=10 + delay):
+        with fails(r"rank 1.*-9") as now, first_child_is_killed(holdings, delay, now):
             llm = start(checkpoint("llama"))
             while True:
                 llm.generate([PROMPT], greedy(20), use_tqdm=False)
-        killer.join()
         llm = None
 
 
@@ -876,11 +854,11 @@ llm.close()
         with within(10):
             os.killpg(script.process.pid, signal.SIGINT)
             script.wait_for("interrupted")
-            is_unfinished, answer = script.wait_for("tokens").split(maxsplit=1)
+        is_unfinished, answer = script.wait_for("tokens").split(maxsplit=1)
         assert is_unfinished == "False"
         check_answer(folder, answer)
         assert script.end() == 0
-        assert "Traceback" not in script.stderr()
+        assert script.stderr() == ""
 
 
 @needs_proc
@@ -908,11 +886,12 @@ def test_ctrl_c_while_starting(checkpoint, tmp_path, delay):
 
 
 ENDINGS = {
+    "in flight": ("llm.add_request([1, 2, 3], greedy(9)); llm.step(); llm.step()", 0),
+    "close": ("llm.close()", 0),
     "return": ("", 0),
+    "kept in a cycle": ("llm.me = llm; del llm", 0),
     "sys.exit": ("sys.exit(3)", 3),
     "exception": ("raise KeyError('mine')", 1),
-    "in flight": ("llm.add_request([1, 2, 3], greedy(9)); llm.step(); llm.step()", 0),
-    "kept in a cycle": ("llm.me = llm; del llm", 0),
 }
 
 
@@ -920,32 +899,24 @@ ENDINGS = {
 @pytest.mark.parametrize(
     "ending", [pytest.param(name, marks=[pytest.mark.slow] * (name != "in flight")) for name in ENDINGS]
 )
-def test_exit_without_close(checkpoint, tmp_path, ending):
-    """Case 38: no child stays, nothing is said that the script didn't say."""
-    code, status = ENDINGS[ending]
-    folder = checkpoint("llama")
-    with Script(folder, tmp_path, guarded(f"llm = start()\nsay('tokens', answer(llm))\ntime.sleep(0.3)\n{code}")) as script:
-        check_answer(folder, script.wait_for("tokens"))
-        with within(10):
-            assert script.end() == status
-        assert script.stderr().count("Traceback") == (ending == "exception"), script.stderr()
-        assert "leaked" not in script.stderr()
-
-
-@needs_proc
-def test_close_and_exit_say_nothing(checkpoint, tmp_path):
-    """No warning of torch's, multiprocessing's or ours in an ordinary run; filters and sampling included."""
-    body = """
+def test_exit(checkpoint, tmp_path, ending):
+    """Case 38: with close and without, no child stays, and nothing is said: by torch, multiprocessing, or us."""
+    folder, (code, status) = checkpoint("llama"), ENDINGS[ending]
+    body = f"""
 llm = start()
 sampled = SamplingParams(temperature=1.0, top_k=5, max_tokens=5)
 llm.generate([[1, 2, 3], [4]], [sampled, greedy(5)], use_tqdm=False)
-say("ran")
-llm.close()
+say("tokens", answer(llm))
+time.sleep(0.3)
+{code}
 """
-    with Script(checkpoint("llama"), tmp_path, guarded(body)) as script:
-        script.wait_for("ran")
-        assert script.end() == 0
-        assert script.stderr() == ""
+    with Script(folder, tmp_path, guarded(body)) as script:
+        check_answer(folder, script.wait_for("tokens"))
+        assert script.end() == status
+        if ending == "exception":
+            assert script.stderr().count("Traceback") == script.stderr().count("KeyError: 'mine'") == 1
+        else:
+            assert script.stderr() == ""
 
 
 def test_a_script_without_a_main_guard_is_told(checkpoint, tmp_path):
