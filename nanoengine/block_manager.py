@@ -1,8 +1,7 @@
 """Who owns which block of the KV cache, and which blocks hold a prefix that somebody may need again.
 
-A block holds the keys and values of `block_size` consecutive tokens. A full block is findable by the xxhash of its
-tokens, chained with its parent's, until it is reused for something else. Free blocks wait in the order in which they
-were freed, so the one not needed for longest is reused first. Nothing here knows tensors, rows or steps.
+A block holds the keys and values of `block_size` tokens. A full one is findable by the xxhash of its tokens,
+chained with its parent's, until it is reused; blocks are reused in the order in which they were freed.
 
     tokens       | 0 1 2 3 | 4 5 6 7 | 8 9     |      block_size 4, 10 tokens: ceil(10 / 4) = 3 blocks
     block_table  |   7     |   2     |   5     |      slot of token 6 = 2 * 4 + 2 = 10
@@ -17,54 +16,36 @@ from xxhash import xxh3_64_intdigest
 
 from nanoengine.sequence import Sequence
 
-ROOT = 0       # the content id of the empty prefix
-
-
 @dataclass(slots=True)
 class Block:
-    """One block's bookkeeping. `content_id` names the whole prefix that ends here: equal ids, equal tokens."""
-
     ref_count: int = 0
     key: int | None = None          # chained hash of the tokens; None while not full (or when caching is off)
     token_ids: tuple[int, ...] = ()
-    parent_id: int = ROOT           # content id of the block before
-    content_id: int = ROOT
-
+    parent_id: int = 0              # content id of the block before; 0 is the empty prefix
+    content_id: int = 0             # names the whole prefix that ends here: equal ids, equal tokens
 
 class BlockManager:
-    """Gives blocks to sequences and takes them back. Only this class writes `Sequence.block_table`.
-
-    num_blocks, block_size: the pool. With `enable_prefix_caching`, full blocks stay findable after they are freed.
-    """
+    """Gives blocks to sequences and takes them back. Only this class writes `Sequence.block_table`."""
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True):
-        self.block_size = block_size
+        self.num_blocks, self.block_size = num_blocks, block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.blocks = [Block() for _ in range(num_blocks)]
         self.free_blocks = OrderedDict.fromkeys(range(num_blocks))      # oldest first
         self.index: dict[int, int] = {}                                 # key -> the block to find under it
-        self._content_ids = count(ROOT + 1)
-
-    @property
-    def num_blocks(self) -> int:
-        return len(self.blocks)
+        self._content_ids = count(1)
 
     @property
     def num_free_blocks(self) -> int:
         return len(self.free_blocks)
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens` tokens: ceil(num_tokens / block_size)."""
         return -(-num_tokens // self.block_size)
 
     def find_prefix(self, token_ids: list[int]) -> list[int]:
-        """Blocks that already hold the longest cached prefix of `token_ids`, in order; changes nothing.
-
-        The last token is never covered: at least one is left to compute, since its logits are needed. A hit compares
-        the tokens and the identity of the prefix as well, so two prefixes with one hash cost a miss, never a wrong
-        answer.
-        """
-        hits, key, content_id = [], 0, ROOT
+        """Blocks of the longest cached prefix of `token_ids`, in order; at least one token is left out.
+        A hit compares tokens and prefix too: a collision of hashes costs a miss, never a wrong answer."""
+        hits, key, content_id = [], 0, 0
         for end in range(self.block_size, len(token_ids), self.block_size):
             tokens = tuple(token_ids[end - self.block_size:end])
             key = self._key(tokens, key)
@@ -76,13 +57,10 @@ class BlockManager:
         return hits
 
     def allocate(self, sequence: Sequence, num_tokens: int, hits: list[int] = ()) -> bool:
-        """Extend the sequence's table, by `hits` first, until it holds `num_tokens` tokens.
-
-        Returns False, and changes nothing, if too few blocks are free. (A hit may itself be free: using it takes it
-        off the free list, so it can't also serve as a new block.)
-        """
+        """Extend the sequence's table, by `hits` first, until it holds `num_tokens` tokens. Returns False and
+        changes nothing if too few blocks are free; a hit that is free can't serve as a new block too."""
         num_new = self.num_blocks_for(num_tokens) - len(sequence.block_table) - len(hits)
-        if num_new <= 0 and not hits:
+        if num_new <= 0 and not hits:       # the usual case in a decode step
             return True
         num_free_hits = sum(self.blocks[block_id].ref_count == 0 for block_id in hits)
         if num_new > len(self.free_blocks) - num_free_hits:
@@ -104,12 +82,10 @@ class BlockManager:
         sequence.block_table.clear()
 
     def register(self, sequence: Sequence, start: int, end: int) -> None:
-        """Make the blocks findable that tokens [start, end) have filled; their KV is written and ids are known.
-
-        A second block with the same content (a twin) gets key and content id too, so that its children can be found,
-        but the index goes on pointing at the first one.
-        """
-        if not (self.enable_prefix_caching and sequence.block_table):
+        """Make the blocks findable that tokens [start, end) have filled: their KV is written. A second block
+        of the same content (a twin) gets key and content id too, so that its children are found, but the
+        index goes on pointing at the first one."""
+        if not (self.enable_prefix_caching and sequence.block_table):       # it was preempted meanwhile
             return
         for i in range(start // self.block_size, end // self.block_size):
             block = self.blocks[sequence.block_table[i]]
@@ -134,7 +110,7 @@ class BlockManager:
     def _take_oldest(self) -> int:
         block_id, _ = self.free_blocks.popitem(last=False)
         block = self.blocks[block_id]
-        if block.key is not None and self.index.get(block.key) == block_id:     # a twin isn't in the index
+        if block.key is not None and self.index.get(block.key) == block_id:     # or it is a twin
             del self.index[block.key]
         self.blocks[block_id] = Block()
         return block_id

@@ -1,13 +1,9 @@
-"""This step's attention metadata, set once per step and read by every attention layer.
-
-A global instead of an argument: the decoder's layers pass hidden states and nothing else, and a CUDA graph, which
-can't take arguments, reads the same tensors at the same addresses on every replay. Whoever sets it resets it.
-"""
+"""This step's attention metadata: set once per step, read by every attention layer, reset by whoever set it.
+A global, so that layers pass only hidden states, and a CUDA graph finds the same tensors on every replay."""
 
 from dataclasses import dataclass
 
 from torch import Tensor
-
 
 @dataclass(slots=True)
 class Context:
@@ -24,21 +20,10 @@ class Context:
     max_seqlen_q: int = 1
     max_seqlen_k: int = 1
 
-
-_context: Context | None = None
-
-
-def set_context(context: Context) -> None:
-    global _context
-    _context = context
-
+_current: list[Context] = []        # this step's, or none between steps
+set_context = _current.append
+reset_context = _current.clear
 
 def get_context() -> Context:
-    if _context is None:
-        raise RuntimeError("attention ran outside a step: set_context(...) must come first")
-    return _context
-
-
-def reset_context() -> None:
-    global _context
-    _context = None
+    assert _current, "attention ran outside a step: set_context(...) must come first"
+    return _current[-1]

@@ -1,51 +1,41 @@
-"""The engine's record of one request.
+"""The engine's record of a request. There is no prefill and no decode: a step computes some more, a `Chunk`.
 
-A sequence has tokens; the first `num_computed` of them have keys and values in the cache (or will, once the steps
-already launched are done); the rest are still to compute. There is no prefill and no decode: a step takes some more
-of the rest, a `Chunk`. Nothing here knows how chunks are chosen, or what a block holds.
-
-    tokens          |0                                    len(token_ids)| + num_in_flight (drawn, value unknown here)
-    computed        |-------------------|- - - chunk - - -|
-                    0             num_computed   num_computed + chunk.num_tokens
+    tokens    |0                                    len(token_ids)| + num_in_flight (drawn, not known here)
+    computed  |-------------------|- - - chunk - - -|               (their KV is in the cache or soon will be)
+              0              num_computed      num_computed + chunk.num_tokens
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from nanoengine.sampling_params import SamplingParams
 
+Status = Enum("Status", {"WAITING": "waiting", "RUNNING": "running", "FINISHED": "finished"})
 
-class Status(Enum):
-    WAITING = "waiting"
-    RUNNING = "running"
-    FINISHED = "finished"
-
-
+@dataclass(eq=False)
 class Sequence:
-    """One request's tokens and progress.
+    """Only the BlockManager writes `block_table`, the LLMEngine the last three, the Scheduler the others."""
 
-    Only the Scheduler writes `status`, `row`, `num_computed`, `num_in_flight` and appends to `token_ids`; only the
-    BlockManager writes `block_table`; only the LLMEngine reads the text-related fields.
-    """
+    request_id: str
+    token_ids: list[int]                    # the prompt, to which drawn tokens are appended
+    params: SamplingParams
+    seed: int
+    max_num_tokens: int                     # prompt and output together
+    stop_token_ids: frozenset[int] = frozenset()
+    num_computed: int = 0
+    num_in_flight: int = 0                  # tokens drawn by a launched step, value not on the host yet
+    num_cached_tokens: int | None = None    # prompt tokens found in the prefix cache at first admission
+    block_table: list[int] = field(default_factory=list)
+    row: int | None = None                  # place in the persistent batch, while RUNNING
+    status: Status = Status.WAITING
+    finish_reason: str | None = None
+    text: object = None                     # its OutputText
+    output: object = None                   # its RequestOutput
+    is_owned: bool = False                  # the output belongs to one call, not to the next `step`
 
-    def __init__(self, request_id, prompt_token_ids: list[int], params: SamplingParams, seed: int, max_num_tokens: int,
-                 stop_token_ids: frozenset[int] = frozenset()):
-        self.request_id = request_id
-        self.params = params
-        self.seed = seed
-        self.stop_token_ids = stop_token_ids
-        self.max_num_tokens = max_num_tokens        # prompt and output together
-        self.token_ids = list(prompt_token_ids)
-        self.num_prompt_tokens = len(prompt_token_ids)
-        self.num_computed = 0
-        self.num_in_flight = 0                      # tokens drawn by a launched step, value not on the host yet
-        self.num_cached_tokens: int | None = None   # prompt tokens found in the prefix cache at first admission
-        self.block_table: list[int] = []
-        self.row: int | None = None                 # place in the persistent batch, while RUNNING
-        self.status = Status.WAITING
-        self.finish_reason: str | None = None
-        self.text = self.output = None              # OutputText and RequestOutput, for the engine
-        self.is_owned = False                       # the output belongs to one call, not to the next `step`
+    def __post_init__(self):
+        self.token_ids = list(self.token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
 
     @property
     def num_tokens(self) -> int:
@@ -54,17 +44,16 @@ class Sequence:
 
     @property
     def num_uncomputed(self) -> int:
-        """Tokens a step could compute now. 0 once the last permitted token is drawn: its KV is never needed."""
+        """Tokens a step could compute now. 0 once the last permitted one is drawn: its KV is never needed."""
         return 0 if self.num_tokens >= self.max_num_tokens else self.num_tokens - self.num_computed
 
     @property
     def output_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens:]
 
-
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A sequence's share of one step: its tokens [start, start + num_tokens)."""
+    """A sequence's share of one step: its tokens [start, end)."""
 
     sequence: Sequence
     start: int
