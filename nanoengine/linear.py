@@ -57,6 +57,8 @@ class Group(NamedTuple):
 
 def shared_buffer(num_elements: int, dtype: torch.dtype) -> Tensor | None:
     """A buffer for `Group`, or None where torch or the GPUs don't offer it. Every rank must call this."""
+    if dtype == torch.float16:      # torch's kernels know float32 and bfloat16
+        return None
     try:
         import torch.distributed._symmetric_memory as symmetric_memory
         buffer = symmetric_memory.empty(num_elements, dtype=dtype, device="cuda")
