@@ -7,6 +7,8 @@
                                     queries          | 4 5 6 |      query 4 sees keys 0-4, query 6 sees all
 """
 
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -42,41 +44,37 @@ def reason_against_flash(device: torch.device, dtype: torch.dtype, head_dim: int
 def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float) -> Tensor:
     """softmax(q k^T * scale) v for every token of this step, causally within its own sequence.
 
-    q [num_tokens, num_heads, head_dim]; k_cache, v_cache [num_blocks, block_size, num_kv_heads, head_dim]; query
-    head h reads KV head h // (num_heads / num_kv_heads). Which tokens belong together and which blocks hold their
-    context is in the Context. Returns the shape of q.
+    q [num_tokens, num_heads, head_dim]; k_cache, v_cache [num_blocks, block_size, num_kv_heads, head_dim]; query head h
+    reads KV head h // (num_heads / num_kv_heads). The Context tells which tokens belong together, and where their
+    context lies. Returns the shape of q.
     """
-    context, n = get_context(), get_context().num_decodes
+    c, n, outputs = get_context(), get_context().num_decodes, []
     if not kernels.has_triton(q):
-        return plain_attention(q, k_cache, v_cache, scale, context)
-    outputs = []
+        return plain_attention(q, k_cache, v_cache, scale, c)
     if n > 0:
-        outputs.append(kernels.decode_attention(q[:n], k_cache, v_cache, context.block_tables, context.rows[:n],
-                                                context.context_lens[:n], scale))
-    if n < len(q) and context.uses_flash:
+        outputs.append(kernels.decode_attention(q[:n], k_cache, v_cache, c.block_tables, c.rows[:n], c.context_lens[:n],
+                                                scale))
+    if n < len(q) and c.uses_flash:
         outputs.append(flash_forward(
-            q[n:], k_cache, v_cache, context.cu_seqlens_q.int(), context.cu_seqlens_k.int(), context.max_seqlen_q,
-            context.max_seqlen_k, 0.0, scale, causal=True, block_table=context.block_tables[context.rows[n:]])[0])
+            q[n:], k_cache, v_cache, c.cu_seqlens_q.int(), c.cu_seqlens_k.int(), c.max_seqlen_q, c.max_seqlen_k, 0.0,
+            scale, causal=True, block_table=c.block_tables[c.rows[n:]])[0])
     elif n < len(q):
-        outputs.append(plain_attention(q, k_cache, v_cache, scale, context, first_chunk=n))
+        outputs.append(plain_attention(q, k_cache, v_cache, scale, c, first_chunk=n))
     return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
-def plain_attention(q, k_cache, v_cache, scale, context: Context, first_chunk: int = 0) -> Tensor:
-    """The definition, one chunk at a time: gather the chunk's context through its block table, mask, SDPA.
-
-    Returns the rows of chunks `first_chunk` and later: [their tokens, num_heads, head_dim].
-    """
+def plain_attention(q, k_cache, v_cache, scale, c: Context, first_chunk: int = 0) -> Tensor:
+    """The definition, chunk by chunk from `first_chunk` on: gather the context through the block table, mask, SDPA."""
     block_size, num_kv_heads = k_cache.shape[1:3]
-    bounds = list(range(context.num_decodes)) + (context.cu_seqlens_q + context.num_decodes).tolist()
+    bounds = list(range(c.num_decodes)) + (c.cu_seqlens_q + c.num_decodes).tolist()
     outputs = []
-    for i in range(first_chunk, len(bounds) - 1):
-        context_len, num_tokens = int(context.context_lens[i]), bounds[i + 1] - bounds[i]
-        blocks = context.block_tables[context.rows[i], :-(-context_len // block_size)]
+    for i, (start, end) in enumerate(pairwise(bounds[first_chunk:]), first_chunk):
+        context_len = int(c.context_lens[i])
+        blocks = c.block_tables[c.rows[i], :-(-context_len // block_size)]
         k, v = (cache[blocks].flatten(0, 1)[:context_len].transpose(0, 1) for cache in (k_cache, v_cache))
         # The query heads that share a KV head become further queries of it: [num_kv_heads, group * num_tokens, dim].
-        queries = q[bounds[i]:bounds[i + 1]].unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)
+        queries = q[start:end].unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)
         position = torch.arange(context_len, device=q.device)
-        mask = (position <= position[context_len - num_tokens:, None]).repeat(queries.shape[1], 1)
+        mask = (position <= position[start - end:, None]).repeat(queries.shape[1], 1) if end - start > 1 else None
         out = F.scaled_dot_product_attention(queries.flatten(1, 2), k, v, attn_mask=mask, scale=scale)
         outputs.append(out.unflatten(1, queries.shape[1:3]).permute(2, 0, 1, 3).flatten(1, 2))
     return torch.cat(outputs)

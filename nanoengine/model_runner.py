@@ -10,6 +10,7 @@ block table lives here too: each token's slot tells which block its position is 
 
 import gc
 import logging
+import math
 import os
 from dataclasses import replace
 
@@ -33,8 +34,7 @@ class Launch:
 
     def __init__(self, token_ids: Tensor, num_padding_rows: int):
         self.num_padding_rows, on_gpu = num_padding_rows, token_ids.is_cuda
-        self._token_ids = torch.empty_like(token_ids, device="cpu", pin_memory=on_gpu)
-        self._token_ids.copy_(token_ids, non_blocking=True)
+        self._host = torch.empty_like(token_ids, device="cpu", pin_memory=on_gpu).copy_(token_ids, non_blocking=True)
         self._event = torch.cuda.current_stream(token_ids.device).record_event() if on_gpu else None
 
     def is_done(self) -> bool:
@@ -44,51 +44,54 @@ class Launch:
         """Waits for this step alone, not for what was launched after it."""
         if self._event:
             self._event.synchronize()
-        return self._token_ids.tolist()
+        return self._host.tolist()
 
 class ModelRunner:
     """Only this class writes tensors. Use: `measure`, then `allocate`, then `run` once per step. config: of `resolve`.
 
-    Row `max_num_seqs` of the state belongs to nobody and serves padding, position `max_model_len` to no token: what
-    must not be kept is written there.
+    Row `max_num_seqs` of the state belongs to nobody, position `max_model_len` to no token: what must not be kept is
+    written there.
     """
 
     def __init__(self, folder, model_config: ModelConfig, config: EngineConfig, group: Group = Group()):
         self.config, self.model_config, self.group = config, model_config, group
         self.device = torch.device("cuda", group.rank) if config.device == "cuda" else torch.device("cpu")
         self.dtype, self.block_size = getattr(torch, config.dtype), config.kvcache_block_size
+        num_rows, length = config.max_num_seqs + 1, config.max_model_len
         if group.size > 1 and config.device == "cuda":
             buffer = shared_buffer(min(config.max_num_seqs, 512) * model_config.hidden_size, self.dtype)
-            self.group = group = group._replace(buffer=buffer)
+            self.group = group._replace(buffer=buffer)
         default_dtype = torch.get_default_dtype()
         try:
             torch.set_default_dtype(self.dtype)
             with self.device:
-                self.model = Decoder(model_config, config.max_model_len, group)
+                self.model = Decoder(model_config, length, self.group)
         finally:
             torch.set_default_dtype(default_dtype)
-        load_weights(folder, self.model.sources())
-        reason = attention.reason_against_flash(self.device, self.dtype, model_config.head_dim, self.block_size)
-        self.uses_flash = reason is None
-        logger.info("attention: %s", "flash-attn for prefill" if self.uses_flash else f"no flash-attn, as {reason}")
-        num_rows, length = config.max_num_seqs + 1, config.max_model_len
-        self.spare_row, self.no_position = num_rows - 1, length
         with self.device:
             self.history = torch.zeros(num_rows, length + 1, dtype=torch.int32)
             self.block_tables = torch.zeros(num_rows, -(-length // self.block_size), dtype=torch.int32)
             self.seeds = torch.zeros(num_rows, dtype=torch.int64)
-            self.settings = torch.zeros(4, num_rows, dtype=torch.float32)       # temperature, top_k, top_p, min_p
+            self.settings = torch.zeros(4, num_rows)                # temperature, top_k, top_p, min_p
+        load_weights(folder, self.model.sources())
+        reason = attention.reason_against_flash(self.device, self.dtype, model_config.head_dim, self.block_size)
+        self.uses_flash = reason is None
+        logger.info("attention: %s", "flash-attn for prefill" if self.uses_flash else f"no flash-attn, as {reason}")
+        self.spare_row, self.no_position = num_rows - 1, length
 
     def measure(self) -> int:
         """How many KV blocks fit on the rank that has least room: on a GPU what weights, the largest step, the graphs
         and other processes leave; on the CPU min(2 GiB, a quarter of the memory). Never more than useful."""
-        model, most = self.model_config, self.config.max_num_seqs * self.block_tables.shape[1]
-        block_bytes = (2 * model.num_hidden_layers * self.block_size * model.num_key_value_heads * model.head_dim
-                       * self.dtype.itemsize // self.group.size)
+        most = self.config.max_num_seqs * self.block_tables.shape[1]
         spare = (self._spare_gpu_memory() if self.device.type == "cuda" else
                  min(2 << 30, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4))
+        block_bytes = math.prod(self._cache_shape(1)) * self.dtype.itemsize
         fits = torch.tensor(max(0, min(most, spare // block_bytes)), device=self.device)
         return int(self.group.all_min(fits))
+
+    def _cache_shape(self, num_blocks: int) -> tuple[int, ...]:
+        model, num_kv_heads = self.model_config, self.model_config.num_key_value_heads // self.group.size
+        return 2, model.num_hidden_layers, num_blocks, self.block_size, num_kv_heads, model.head_dim
 
     def _spare_gpu_memory(self) -> int:
         """Bytes left for KV blocks, found by running the largest step and capturing the largest graph (whose memory
@@ -112,11 +115,8 @@ class ModelRunner:
 
     def allocate(self, num_blocks: int, capture: bool = True) -> None:
         """The KV cache, with a spare block that padding writes to, and the graphs that know its address."""
-        self.kv_cache = self.graphs = None
-        model = self.model_config
-        self.kv_cache = torch.zeros(2, model.num_hidden_layers, num_blocks + 1, self.block_size,
-                                    model.num_key_value_heads // self.group.size, model.head_dim,
-                                    dtype=self.dtype, device=self.device)
+        self.kv_cache = self.graphs = None          # free the old ones first
+        self.kv_cache = torch.zeros(self._cache_shape(num_blocks + 1), dtype=self.dtype, device=self.device)
         self.model.bind_kv_cache(self.kv_cache)
         self.block_tables.fill_(num_blocks)
         self.padding = [self.spare_row, 0, num_blocks * self.block_size, 0, self.no_position]

@@ -8,7 +8,7 @@ from /proc while it runs, and must be gone afterwards.
 import contextlib
 import copy
 import gc
-import hashlib
+import importlib
 import json
 import logging
 import multiprocessing
@@ -551,6 +551,8 @@ def test_a_killed_peer_is_noticed_between_two_steps(checkpoint):
         os.kill(holdings.peers()[0], signal.SIGKILL)
         with fails(r"rank 1.*-9"):
             tiny.drain(llm)
+        with pytest.raises(RuntimeError, match="closed"):
+            llm.step()
 
 
 @needs_proc
@@ -595,7 +597,7 @@ def test_a_tensor_that_no_rank_finds(checkpoint, tmp_path):
     with fails(re.escape(name), kind=(RuntimeError, ValueError)):
         start(folder)
     gc.collect()
-    assert children_of(os.getpid()) == [] and listening(os.getpid()) <= {n for _, n in holdings.before}
+    assert children_of(os.getpid()) == [] and listening(os.getpid()) <= {what for _, what in holdings.before}
 
 
 @pytest.fixture
@@ -622,12 +624,23 @@ def start_and_generate(folder):
     start(folder).generate([PROMPT], greedy(5), use_tqdm=False)
 
 
+def serve_with_a_fault(name, *args):
+    """A peer's life, but that the function or class of this name raises."""
+    module, _, name = name.rpartition(".")
+    setattr(importlib.import_module(module), name, lambda *args, **kwargs: trip(f"no {name}"))
+    rpc.serve(*args)
+
+
 @needs_proc
-def test_a_peer_raises_while_loading(only_rank_0_loads):
-    with nothing_stays() as holdings:
-        folder = only_rank_0_loads(lambda file: file.write_bytes(b"spoilt"), holdings.note)
-        with fails("rank 1.*Traceback.*load_weights.*SafetensorError"):
-            start_and_generate(folder)
+@pytest.mark.parametrize("name", ["torch.distributed.TCPStore", "nanoengine.rpc.join", "nanoengine.rpc.ModelRunner"])
+def test_a_peer_raises_while_starting(checkpoint, monkeypatch, name):
+    """Before it has found the others, before it has joined them, and while it loads."""
+    monkeypatch.setattr(rpc, "serve", partial(serve_with_a_fault, name))
+    holdings = Holdings(os.getpid())
+    with fails(f"rank 1.*Traceback.*LookupError: no {name.rpartition('.')[2]}"):
+        start_and_generate(checkpoint("llama"))
+    gc.collect()
+    assert children_of(os.getpid()) == [] and listening(os.getpid()) <= {what for _, what in holdings.before}
 
 
 def replace_by_fifo(file):
