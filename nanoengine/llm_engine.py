@@ -1,8 +1,7 @@
 """The engine: requests in, tokens out. Start reading here, at `_advance`.
 
-A step is scheduled, launched on the device, and its result taken in one step later, while the device computes the
-next one. This file knows requests, text and results; who computes what is the Scheduler's business, how it is computed
-the ModelRunner's.
+A step is scheduled, launched on the device, and taken in one step later, while the device computes the next one. This
+file knows requests, text and results; who computes what is the Scheduler's business, how is the ModelRunner's.
 """
 
 import itertools
@@ -46,10 +45,10 @@ class RequestOutput:
     num_cached_tokens: int      # prompt tokens whose KV was found in the prefix cache
 
 class LLMEngine:
-    """An engine for one model. `model`: a folder, or the id of a model on the hub; options: see `EngineConfig`.
+    """An engine for one model: a folder, or an id on the hub. Options: see `EngineConfig`. Not for several threads.
 
-    Raises before anything is loaded: TypeError for an unknown option, ValueError for a bad value or a model that
-    isn't supported, FileNotFoundError for a model that isn't there. Not for several threads at once.
+    Raises before anything is loaded: TypeError for an unknown option, ValueError for a bad value or a model that isn't
+    supported, FileNotFoundError for one that isn't there; RuntimeError if memory doesn't suffice.
     """
 
     def __init__(self, model: str | Path, **options):
@@ -65,9 +64,9 @@ class LLMEngine:
         if num_blocks is None:
             num_blocks, wanted = self._ranks.call("measure"), -(-(config.max_model_len or 1) // block_size)
             if num_blocks < wanted:
-                raise RuntimeError(f"memory is left for {num_blocks} KV blocks of {block_size} tokens, but one request "
-                                   f"of max_model_len={config.max_model_len} needs {wanted}; lower max_model_len or "
-                                   "max_num_batched_tokens, or raise gpu_memory_utilization")
+                raise RuntimeError(
+                    f"memory is left for {num_blocks} KV blocks of {block_size} tokens, but max_model_len="
+                    f"{config.max_model_len} needs {wanted}: lower it, or raise gpu_memory_utilization")
         self._ranks.call("allocate", num_blocks)
         logger.info("KV cache: %d blocks of %d tokens", num_blocks, block_size)
         self.scheduler = Scheduler(BlockManager(num_blocks, block_size, self.config.enable_prefix_caching),
@@ -91,8 +90,7 @@ class LLMEngine:
                 self._take_in(*launched)
 
     def _launch(self, chunks: list[Chunk]):
-        """Start the step on every rank. If that fails, its requests end with "error" and the others go on, unless the
-        engine had to close itself (see `Ranks`)."""
+        """Start the step on every rank. If it fails, its requests alone end, unless all had to close (see `Ranks`)."""
         try:
             return chunks, self._ranks.call("run", StepInput.from_chunks(chunks, self.config.kvcache_block_size))
         except Exception:
@@ -123,16 +121,12 @@ class LLMEngine:
         if not sequence.is_owned:
             self._outputs.append(sequence.output)
 
-    # Requests one by one
-
     def add_request(self, prompt: str | list[int], params: SamplingParams | None = None,
                     request_id: str | None = None) -> str:
-        """Queue a prompt (text or token ids) and return the request's id, a new one if none is given.
-
-        The output ends at `max_model_len` if `max_tokens` would take it further. Raises ValueError, and queues
-        nothing, for an empty prompt, ids outside the vocabulary, a prompt that leaves no room for a token, a request
-        that the whole KV pool can't hold, or the id of a live request; TypeError for what is no prompt.
-        """
+        """Queue a prompt (text or token ids); returns the request's id, a new one if none is given. The output ends at
+        `max_model_len` if `max_tokens` would take it further. Raises ValueError, and queues nothing, for an empty
+        prompt, ids outside the vocabulary, a prompt that leaves no room for a token, a request that the whole KV pool
+        can't hold, or the id of a live request; TypeError for what is no prompt."""
         sequence = self._sequence(prompt, params or SamplingParams(), request_id)
         self._add(sequence)
         return sequence.request_id
@@ -154,8 +148,7 @@ class LLMEngine:
         refuse_if(not ids, "the prompt is empty: it must hold at least one token")
         refuse_if(min(ids) < 0 or max(ids) >= vocab_size,
                   f"token id {min(ids) if min(ids) < 0 else max(ids)} is outside the vocabulary of {vocab_size}")
-        refuse_if(len(ids) >= limit, f"the prompt has {len(ids)} tokens, but max_model_len={limit} must leave room for "
-                  "one more")
+        refuse_if(len(ids) >= limit, f"the prompt has {len(ids)} tokens: max_model_len={limit} leaves no room for more")
         refuse_if(needed > manager.num_blocks,
                   f"{len(ids)} prompt tokens and max_tokens={params.max_tokens} need {needed} KV blocks, but the pool "
                   f"has {manager.num_blocks} of {manager.block_size} tokens (num_kvcache_blocks)")
@@ -169,7 +162,7 @@ class LLMEngine:
         return sequence
 
     def _need_tokenizer(self):
-        refuse_if(self.tokenizer is None, "the model folder has no tokenizer: give prompts as lists of token ids")
+        refuse_if(self.tokenizer is None, "the model folder has no tokenizer: give lists of token ids")
         return self.tokenizer
 
     def step(self) -> list[RequestOutput]:
@@ -189,20 +182,14 @@ class LLMEngine:
             self._end(sequence, "abort")
         return sequence is not None
 
-    # Whole calls
-
     def generate(self, prompts, sampling_params=None, use_tqdm: bool = True) -> list[RequestOutput]:
-        """Complete one prompt or many (each text or a list of token ids), with one SamplingParams or one per prompt.
-
-        Returns outputs in the order of the prompts. If it is interrupted, or a prompt is invalid, nothing of it stays
-        in the engine.
-        """
+        """Complete one prompt or many (each text or token ids), with one SamplingParams or one per prompt. Returns outputs
+        in the order of the prompts. If it is interrupted, or a prompt is invalid, nothing of it stays in the engine."""
         is_one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
         prompts = [prompts] if is_one else list(prompts)
         params = SamplingParams() if sampling_params is None else sampling_params
         params = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-        refuse_if(len(params) != len(prompts), f"{len(prompts)} prompts, but {len(params)} sampling_params: give one, or "
-                  "one per prompt")
+        refuse_if(len(params) != len(prompts), f"{len(prompts)} prompts, but {len(params)} sampling_params")
         sequences = [self._sequence(prompt, p, is_owned=True) for prompt, p in zip(prompts, params)]
         with (interrupts_deferred() as interrupted, self._running(sequences),
               tqdm(total=len(sequences), disable=not use_tqdm) as bar):

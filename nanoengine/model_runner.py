@@ -1,8 +1,8 @@
 """One rank: the model, its KV cache, and the persistent state of the batch; turns a StepInput into tokens.
 
-The token history lives here, on the device. A step gathers its inputs from it and writes drawn tokens into it, so the
-next step can be launched before anybody has read them, and no step sends token ids but those of new sequences. The
-block table lives here too: each token's slot tells which block its position is in. Nothing here decides anything.
+The token history lives here, on the device: a step gathers its inputs from it and writes drawn tokens into it, so the
+next step can be launched before anybody has read them. So does the block table: each token's slot tells the block that
+its position is in. Nothing here decides anything.
 
     history   row 3 | 11 42 7 99 23 .  .  . |      a decode step of row 3 reads position 4 (23), computes it,
                                  ^  ^              and writes the token it draws to position 5
@@ -32,10 +32,10 @@ logger = logging.getLogger(__name__)
 class Launch:
     """A launched step's tokens, one per chunk, on their way to the host."""
 
-    def __init__(self, token_ids: Tensor, num_padding_rows: int):
-        self.num_padding_rows, on_gpu = num_padding_rows, token_ids.is_cuda
-        self._host = torch.empty_like(token_ids, device="cpu", pin_memory=on_gpu).copy_(token_ids, non_blocking=True)
-        self._event = torch.cuda.current_stream(token_ids.device).record_event() if on_gpu else None
+    def __init__(self, ids: Tensor, num_padding_rows: int):
+        self.num_padding_rows = num_padding_rows
+        self._host = torch.empty_like(ids, device="cpu", pin_memory=ids.is_cuda).copy_(ids, non_blocking=True)
+        self._event = torch.cuda.current_stream(ids.device).record_event() if ids.is_cuda else None
 
     def is_done(self) -> bool:
         return self._event is None or self._event.query()
@@ -126,8 +126,8 @@ class ModelRunner:
     def _capture(self, largest_only: bool = False) -> None:
         if self.config.enforce_eager or self.device.type != "cuda" or not kernels.has_triton(self.kv_cache):
             return
-        sizes = self.config.cuda_graph_batch_sizes or default_batch_sizes(self.config.max_num_seqs)
-        sizes = sorted({min(size, self.config.max_num_seqs) for size in sizes})
+        most = self.config.max_num_seqs
+        sizes = sorted({min(size, most) for size in self.config.cuda_graph_batch_sizes or default_batch_sizes(most)})
         try:
             self.graphs = CudaGraphs(self._decode, sizes[-1:] if largest_only else sizes, self.padding, self.device)
         except RuntimeError as error:       # out of memory is one too
@@ -142,21 +142,18 @@ class ModelRunner:
         num_chunks = len(flat.rows)
         size = self.graphs.bucket(num_chunks) if self.graphs and flat.num_decodes == num_chunks else None
         if size:
-            columns = np.repeat(np.array(self.padding)[:, None], size, axis=1)
-            columns[:, :num_chunks] = (flat.rows, flat.positions, flat.slot_mapping, flat.context_lens,
-                                       flat.draw_positions)
-            token_ids, logits = self.graphs.replay(size, self._pinned(columns.ravel()).view(5, size))
+            inputs = np.repeat(np.array(self.padding)[:, None], size, axis=1)
+            inputs[:, :num_chunks] = (flat.rows, flat.positions, flat.slot_mapping, flat.context_lens,
+                                      flat.draw_positions)
+            token_ids, logits = self.graphs.replay(size, self._pinned(inputs.ravel()).view(5, size))
         else:
-            token_ids, logits = self._run_eagerly(flat)
+            token_rows, positions, slots, rows, lens, draw_positions, last, cu_q, cu_k = self._to_device(*flat[:9])
+            context = Context(slots, self.block_tables, rows, lens, flat.num_decodes, self.uses_flash, cu_q, cu_k,
+                              flat.max_seqlen_q, flat.max_seqlen_k)
+            token_ids, logits = self._compute(context, token_rows, positions, draw_positions, last)
         if step.filtered:
             self._draw_again(step.filtered, flat, token_ids, logits)
         return Launch(token_ids[:num_chunks], len(token_ids) - num_chunks)
-
-    def _run_eagerly(self, flat: FlatStep) -> tuple[Tensor, Tensor]:
-        token_rows, positions, slots, rows, context_lens, draw_positions, last, cu_q, cu_k = self._to_device(*flat[:9])
-        context = Context(slots, self.block_tables, rows, context_lens, flat.num_decodes, self.uses_flash, cu_q, cu_k,
-                          flat.max_seqlen_q, flat.max_seqlen_k)
-        return self._compute(context, token_rows, positions, draw_positions, last)
 
     def _decode(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """What a graph holds: a whole step of one-token chunks. inputs [5, num_seqs] int64."""
@@ -190,7 +187,7 @@ class ModelRunner:
         self.history[rows, positions] = token_ids[chunks]
 
     def _fill_rows(self, new_rows: list[NewRow]) -> None:
-        """Write what new rows bring: known tokens, blocks of the cached prefix, settings."""
+        """Write what new rows bring: known tokens, blocks of the cached prefix, settings (as the bits of float64)."""
         rows, known, hits, params, seeds = zip(*new_rows)
         num_known, num_hits = [len(ids) for ids in known], [len(ids) for ids in hits]
         settings = np.array([(p.temperature, p.top_k, p.top_p, p.min_p) for p in params], np.float64)

@@ -5,6 +5,7 @@ batch and the buffers are the same, else each token near the best by teacher for
 model is Qwen3-0.6B or SmolLM2-135M with random weights (bench.py makes it), elsewhere a tiny one.
 """
 
+import contextlib
 import gc
 import logging
 import math
@@ -379,7 +380,7 @@ def test_graph_equals_eager_for_every_batch_size(bf16_engine, beside_eager, name
 def test_padding_touches_nothing_that_lives(checkpoint, monkeypatch, is_async):
     """Case 8: a batch shrinks from 8 to 5 in a graph of 8. The whole state is compared bit for bit around each replay:
     what changes belongs to a live row's own token, to the spare block or to the spare row."""
-    folder, steps, replay = checkpoint("qwen3"), [], CudaGraphs.replay
+    folder, steps, wrong, replay = checkpoint("qwen3"), [], [], CudaGraphs.replay
     prompts = [random_ids(800 + n, 3 + 5 * n) for n in range(8)]
     params = [greedy(4 if n in (1, 4, 6) else 10) for n in range(8)]
 
@@ -396,41 +397,62 @@ def test_padding_touches_nothing_that_lives(checkpoint, monkeypatch, is_async):
             outputs = replay(graphs, size, inputs)
             is_live = inputs[0] != runner.spare_row
             rows, positions, slots, context_lens, draw_positions = inputs[:, is_live].tolist()
-            assert inputs[:, ~is_live].T.tolist() == [runner.padding] * (size - len(rows))
-            assert context_lens == [position + 1 for position in positions]
-            changed = (bits != state[0]).any(dim=5).any(dim=4).any(dim=1).any(dim=0).flatten()
-            assert [slot for slot in changed.nonzero()[:, 0].tolist() if slot < pool] == sorted(slots)
-            assert runner.kv_cache.flatten(2, 3)[:, :, slots].isfinite().all()
-            spare_column = {(runner.spare_row, 0), (runner.spare_row, runner.no_position)}
-            assert places(state[1], runner.history) <= {*zip(rows, draw_positions)} | spare_column
-            own = {(row, position // 16) for row, position in zip(rows, positions)}
-            assert places(state[2], runner.block_tables) <= own | spare_column
+            changed = (bits != state[0]).any(dim=5).any(dim=4).any(dim=1).any(dim=0).flatten().nonzero()[:, 0].tolist()
+            spare_columns = {(runner.spare_row, 0), (runner.spare_row, runner.no_position)}
+            own_columns = {(row, position // 16) for row, position in zip(rows, positions)}
+            facts = {
+                "padding": inputs[:, ~is_live].T.tolist() == [runner.padding] * (size - len(rows)),
+                "context lengths": context_lens == [position + 1 for position in positions],
+                "slots": [slot for slot in changed if slot < pool] == sorted(slots),
+                "keys and values": bool(runner.kv_cache.flatten(2, 3)[:, :, slots].isfinite().all()),
+                "history": places(state[1], runner.history) <= {*zip(rows, draw_positions)} | spare_columns,
+                "block tables": places(state[2], runner.block_tables) <= own_columns | spare_columns,
+            }  # an assertion that failed here would end requests, not the test
+            wrong.extend((len(steps), name) for name, is_right in facts.items() if not is_right)
             steps.append(len(rows))
             return outputs
 
         monkeypatch.setattr(CudaGraphs, "replay", watched)
-        check(folder, prompts, params, llm.generate(prompts, params, use_tqdm=False))
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert not wrong
     assert steps == [8] * 3 + [5] * 6
+    check(folder, prompts, params, outputs)
 
 
 # ---- bf16 at real shapes: teacher forcing
 
-# Of the logits' standard deviation. Rounding to bf16 alone moves logits by 0.015 and gives gaps up to 0.025
-# (transformers on a CPU, 100 positions); another token at one of 150 places of the context moves them by 0.4.
-TOLERANCE = 0.1
+# Of the logits' standard deviation. Rounding to bf16 alone gave gaps up to 0.05 (transformers on a CPU, with these
+# weights); the first prompt token changed: 3.5 on average, one in the middle of 64: 0.2 on average, up to 0.9.
+TOLERANCE = 0.25
 
 
-def reference_scores(model, prompt, token_ids, params):
-    """transformers' float32 logits for each output token, alone and uncached, with the draw's noise: [n, vocab]."""
+@contextlib.contextmanager
+def livelier(layers):
+    """Sharper attention that counts for more. As they are, random weights repeat a token whatever the context is."""
+    with torch.no_grad():
+        for layer in layers:
+            layer.self_attn.q_norm.weight.mul_(3)
+            layer.self_attn.o_proj.weight.mul_(4)
+        yield
+        for layer in layers:
+            layer.self_attn.q_norm.weight.mul_(1 / 3)
+            layer.self_attn.o_proj.weight.mul_(1 / 4)
+
+
+def reference_gaps(model, prompt, token_ids, params):
+    """How far transformers' float32 score of each output token, alone and uncached, is below the best one, in units
+    of the logits' standard deviation: [num output tokens]. A score is the logit plus the draw's noise."""
     n, ids = len(token_ids), torch.tensor([prompt + token_ids[:-1]], device=DEVICE)
     with torch.inference_mode():
         logits = model(ids, use_cache=False, logits_to_keep=n).logits[0].float()
-    if not params.temperature:
-        return logits, logits
-    positions = torch.arange(len(prompt), len(prompt) + n, device=DEVICE)
-    seeds = torch.full((n,), params.seed, device=DEVICE)
-    noise = kernels.gumbel_noise(seeds, positions, torch.arange(logits.shape[1], device=DEVICE))
-    return logits, logits + params.temperature * noise
+    scores = logits
+    if params.temperature > 0:
+        positions = torch.arange(len(prompt), len(prompt) + n, device=DEVICE)
+        seeds = torch.full((n,), params.seed, device=DEVICE)
+        noise = kernels.gumbel_noise(seeds, positions, torch.arange(logits.shape[1], device=DEVICE))
+        scores = logits + params.temperature * noise
+    chosen = scores.gather(1, torch.tensor(token_ids, device=DEVICE)[:, None])[:, 0]
+    return ((scores.max(dim=1).values - chosen) / logits.std(dim=1)).cpu()
 
 
 def test_each_token_is_near_the_best_by_teacher_forcing(bf16_engine, random_model, monkeypatch, capsys):
@@ -439,39 +461,36 @@ def test_each_token_is_near_the_best_by_teacher_forcing(bf16_engine, random_mode
 
     llm = bf16_engine("big")
     monkeypatch.setattr(llm.scheduler, "max_num_batched_tokens", 512)
-    vocab_size = llm.model_config.vocab_size
+    vocab_size, steps = llm.model_config.vocab_size, []
     common = random_ids(900, 600, vocab_size)
     prompts = [random_ids(901 + n, length, vocab_size) for n, length in enumerate((1, 5, 64, 255, 256, 257))]
     prompts += [common + random_ids(910, 100, vocab_size), common + random_ids(911, 900, vocab_size)]
     params = [decode_params(0.6 * (n % 2), n, 64) for n in range(8)]
-    llm.generate([common], greedy(1), use_tqdm=False)
-    steps = []
-    llm.on_step = lambda chunks, launch: steps.append([chunk.num_tokens for chunk in chunks])
-    try:
+    with livelier(llm._ranks.runner.model.layers):
+        llm.generate([common], greedy(1), use_tqdm=False)
+        llm.on_step = lambda chunks, launch: steps.append([chunk.num_tokens for chunk in chunks])
         outputs = llm.generate(prompts, params, use_tqdm=False)
-    finally:
         llm.on_step = None
+    assert [len(output.token_ids) for output in outputs] == [64] * 8
     assert [output.num_cached_tokens for output in outputs] == [0] * 6 + [512] * 2
     assert any(min(lens) == 1 < max(lens) for lens in steps)  # mixed steps
 
     model = AutoModelForCausalLM.from_pretrained(random_model(BIG), dtype=torch.float32).to(DEVICE).eval()
-    gaps, foreign = [], []  # how far chosen tokens, and another request's, are below the best
-    for number, (prompt, one, output) in enumerate(zip(prompts, params, outputs)):
-        assert len(output.token_ids) == 64
-        logits, scores = reference_scores(model, prompt, output.token_ids, one)
-        best, unit = scores.max(dim=1).values, logits.std(dim=1)
-        for collected, token_ids in ((gaps, output.token_ids), (foreign, outputs[number - 1].token_ids)):
-            chosen = scores.gather(1, torch.tensor(token_ids, device=DEVICE)[:, None])[:, 0]
-            collected.append((best - chosen) / unit)
-    del model, logits, scores
-    gaps, foreign = torch.stack(gaps).cpu(), torch.stack(foreign).cpu()  # [8 requests, 64]
+    gaps, altered = [], []  # altered: the same tokens after a prompt whose first token is another
+    with livelier(model.model.layers):
+        for prompt, one, output in zip(prompts, params, outputs):
+            gaps.append(reference_gaps(model, prompt, output.token_ids, one))
+            other = [(prompt[0] + 1) % vocab_size, *prompt[1:]]
+            altered.append(reference_gaps(model, other, output.token_ids, one))
+    del model
+    release()
+    gaps, altered = torch.stack(gaps), torch.stack(altered)  # [8 requests, 64]
     with capsys.disabled():
         print(f"\nteacher forcing, {BIG}: {(gaps > 0).sum()} of {gaps.numel()} tokens aren't the float32 model's")
         print(f"    gap in std: at most {gaps.max():.4f}, by request {[round(g, 4) for g in gaps.amax(1).tolist()]}")
-        print(f"    of another request's tokens: mean {foreign.mean():.2f}")
-    assert foreign.mean() > 10 * TOLERANCE  # or the model is too dull to tell
+        print(f"    first prompt token changed: mean {[round(g, 2) for g in altered.mean(1).tolist()]}")
+    assert altered.mean() > 2 * TOLERANCE  # or the model is too dull to tell
     assert (gaps < TOLERANCE).all()
-    release()
 
 
 # ---- memory

@@ -551,7 +551,7 @@ def test_a_killed_peer_is_noticed_between_two_steps(checkpoint):
         os.kill(holdings.peers()[0], signal.SIGKILL)
         with fails(r"rank 1.*-9"):
             tiny.drain(llm)
-        with pytest.raises(RuntimeError, match="closed"):
+        with pytest.raises(RuntimeError, match="closed|rank 1"):
             llm.step()
 
 
