@@ -139,15 +139,17 @@ class LLMEngine:
         if self._ranks.is_closed:
             raise RuntimeError("the engine is closed")
         ids = self._need_tokenizer().encode(prompt) if isinstance(prompt, str) else list(prompt)
-        if not all(issubclass(kind, Integral) and kind is not bool for kind in set(map(type, ids))):
+        kinds = set(map(type, ids))
+        if not all(issubclass(kind, Integral) and kind is not bool for kind in kinds):
             raise TypeError(f"a prompt is a string or a list of token ids, not {prompt!r:.60}")
+        refuse_if(not ids, "the prompt is empty: it must hold at least one token")
+        low, high = min(ids), max(ids)
         limit, vocab_size, manager = self.config.max_model_len, self.model_config.vocab_size, self.scheduler.block_manager
         max_num_tokens = min(len(ids) + params.max_tokens, limit)
         needed = manager.num_blocks_for(max_num_tokens - 1)      # the last token's KV is never needed
         refuse_if(request_id in self._live, f"request_id {request_id!r} is in use by a request that hasn't ended")
-        refuse_if(not ids, "the prompt is empty: it must hold at least one token")
-        refuse_if(min(ids) < 0 or max(ids) >= vocab_size,
-                  f"token id {min(ids) if min(ids) < 0 else max(ids)} is outside the vocabulary of {vocab_size}")
+        refuse_if(low < 0 or high >= vocab_size,
+                  f"token id {low if low < 0 else high} is outside the vocabulary of {vocab_size}")
         refuse_if(len(ids) >= limit, f"the prompt has {len(ids)} tokens: max_model_len={limit} leaves no room for more")
         refuse_if(needed > manager.num_blocks,
                   f"{len(ids)} prompt tokens and max_tokens={params.max_tokens} need {needed} KV blocks, but the pool "
@@ -157,7 +159,7 @@ class LLMEngine:
             request_id = next(i for i in map(str, self._ids) if i not in self._live)
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_token_ids)
-        sequence = Sequence(request_id, list(map(int, ids)), params, seed, max_num_tokens, stop_ids)
+        sequence = Sequence(request_id, ids if kinds == {int} else list(map(int, ids)), params, seed, max_num_tokens, stop_ids)
         sequence.text, sequence.is_owned = OutputText(self.tokenizer, params.stop), is_owned
         return sequence
 

@@ -97,6 +97,7 @@ class ModelRunner:
         """Bytes left for KV blocks, found by running the largest step and capturing the largest graph (whose memory
         the smaller ones share) with no pool but the spare block."""
         self.allocate(0, capture=False)
+        torch.cuda.reset_peak_memory_stats(self.device)
         n = min(self.config.max_num_seqs, self.config.max_num_batched_tokens)
         num_tokens = np.full(n, min(self.config.max_num_batched_tokens // n, self.config.max_model_len))
         block_ids = np.zeros(n * -(-num_tokens[0] // self.block_size), int)

@@ -1,45 +1,31 @@
 """The engine's record of a request. There is no prefill and no decode: a step computes some more, a `Chunk`.
 
-    tokens    |0                                    len(token_ids)| + num_in_flight (drawn, not known here)
+    tokens    |0                                    len(token_ids)| + num_in_flight (drawn, not known here) = num_tokens
     computed  |-------------------|- - - chunk - - -|               (their KV is in the cache or soon will be)
-              0              num_computed      num_computed + chunk.num_tokens
-"""
+              0              num_computed      num_computed + chunk.num_tokens"""
 
-from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from nanoengine.sampling_params import SamplingParams
 
 Status = Enum("Status", {"WAITING": "waiting", "RUNNING": "running", "FINISHED": "finished"})
 
-@dataclass(eq=False)
 class Sequence:
-    """Only the BlockManager writes `block_table`, the LLMEngine the last three, the Scheduler the others."""
-
-    request_id: str
-    token_ids: list[int]                    # the prompt, to which drawn tokens are appended
-    params: SamplingParams
-    seed: int
-    max_num_tokens: int                     # prompt and output together
-    stop_token_ids: frozenset[int] = frozenset()
-    num_computed: int = 0
-    num_in_flight: int = 0                  # tokens drawn by a launched step, value not on the host yet
-    num_cached_tokens: int | None = None    # prompt tokens found in the prefix cache at first admission
-    block_table: list[int] = field(default_factory=list)
-    row: int | None = None                  # place in the persistent batch, while RUNNING
-    status: Status = Status.WAITING
-    finish_reason: str | None = None
-    text: object = None                     # its OutputText
-    output: object = None                   # its RequestOutput
-    is_owned: bool = False                  # the output belongs to one call, not to the next `step`
-
-    def __post_init__(self):
-        self.token_ids = list(self.token_ids)
-        self.num_prompt_tokens = len(self.token_ids)
+    """Only the BlockManager writes `block_table`, the LLMEngine the last line's, the Scheduler the others."""
+    def __init__(self, request_id: str, token_ids: list[int], params: SamplingParams, seed: int, max_num_tokens: int,
+                 stop_token_ids: frozenset[int] = frozenset()):
+        self.request_id, self.params, self.seed = request_id, params, seed
+        self.max_num_tokens, self.stop_token_ids = max_num_tokens, stop_token_ids   # prompt and output together
+        self.token_ids, self.num_prompt_tokens = list(token_ids), len(token_ids)    # the prompt, then what is drawn
+        self.num_computed = self.num_in_flight = 0
+        self.num_cached_tokens: int | None = None       # prompt tokens found in the prefix cache at first admission
+        self.block_table, self.row = [], None           # the row of the persistent batch, while RUNNING
+        self.status, self.finish_reason = Status.WAITING, None
+        self.text, self.output, self.is_owned = None, None, False   # OutputText; RequestOutput; for one call alone?
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that exist, those in flight included."""
         return len(self.token_ids) + self.num_in_flight
 
     @property
@@ -51,10 +37,8 @@ class Sequence:
     def output_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens:]
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """A sequence's share of one step: its tokens [start, end)."""
-
     sequence: Sequence
     start: int
     num_tokens: int

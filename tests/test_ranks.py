@@ -16,7 +16,7 @@ import pytest
 import tiny
 from nanoengine import SamplingParams, rpc
 from smollm2 import smollm2_folder
-from test_rpc import THREE_WAYS, children_of, greedy, needs_proc, poison_caches, start
+from test_rpc import THREE_WAYS, SmallChannel, children_of, greedy, needs_proc, poison_caches, start
 from tiny import assert_same_tokens, drain, oracle_for, random_ids
 
 DEFAULTS = {"kvcache_block_size": None, "num_kvcache_blocks": None}
@@ -40,13 +40,6 @@ ENGINES = {
     "qwen3, tied, few blocks": (2, "qwen3", {"tied": True}, FEW_BLOCKS),
     "llama, three ranks": (3, "llama", {**THREE_WAYS, **BIASES}, FEW_BLOCKS),
 }
-
-
-class SmallChannel(rpc.Channel):
-    """Case 32: a segment of 200 bytes, so that nearly every message goes in parts."""
-
-    def __init__(self, num_peers, spawn):
-        super().__init__(num_peers, spawn, segment_bytes=200)
 
 
 @pytest.fixture(scope="module", params=ENGINES)

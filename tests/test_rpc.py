@@ -384,10 +384,8 @@ def nothing_stays():
     """Yields the Holdings of this process; nothing that was noted is left when the block has ended."""
     import torch.distributed.nn.functional  # noqa: F401  its default arguments keep the group that is there at import
 
-    gc.collect()
     holdings = Holdings(os.getpid())
     yield holdings
-    gc.collect()
     holdings.assert_gone()
 
 
@@ -569,6 +567,28 @@ def test_a_killed_peer_is_noticed_inside_a_collective(checkpoint):
         timer.join()
 
 
+class SmallChannel(rpc.Channel):
+    """Case 32: a segment of 200 bytes, so that nearly every message goes in parts."""
+
+    def __init__(self, num_peers, spawn):
+        super().__init__(num_peers, spawn, segment_bytes=200)
+
+
+@needs_proc
+def test_a_killed_peer_is_noticed_in_the_middle_of_a_message(checkpoint, monkeypatch):
+    """Rank 0 waits for the peer, asleep after the message before, to take the first part."""
+    with nothing_stays() as holdings:
+        monkeypatch.setattr(rpc, "Channel", SmallChannel)
+        llm = start(checkpoint("llama"))
+        holdings.note()
+        in_peers(llm, time.sleep, 60)
+        timer = threading.Timer(0.5, os.kill, (holdings.peers()[0], signal.SIGKILL))
+        timer.start()
+        with fails(r"rank 1.*-9"):
+            llm.generate([PROMPT], greedy(20), use_tqdm=False)
+        timer.join()
+
+
 @needs_proc
 @ASYNC_AND_SLOWLY_SYNC
 def test_rank_0_raises_in_a_step(checkpoint, monkeypatch, is_async):
@@ -596,7 +616,6 @@ def test_a_tensor_that_no_rank_finds(checkpoint, tmp_path):
     holdings = Holdings(os.getpid())
     with fails(re.escape(name), kind=(RuntimeError, ValueError)):
         start(folder)
-    gc.collect()
     assert children_of(os.getpid()) == [] and listening(os.getpid()) <= {what for _, what in holdings.before}
 
 
@@ -639,7 +658,6 @@ def test_a_peer_raises_while_starting(checkpoint, monkeypatch, name):
     holdings = Holdings(os.getpid())
     with fails(f"rank 1.*Traceback.*LookupError: no {name.rpartition('.')[2]}"):
         start_and_generate(checkpoint("llama"))
-    gc.collect()
     assert children_of(os.getpid()) == [] and listening(os.getpid()) <= {what for _, what in holdings.before}
 
 
