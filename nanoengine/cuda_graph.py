@@ -1,9 +1,8 @@
 """Decode steps as CUDA graphs, one per bucket of batch sizes.
 
-A decode step of a small model is hundreds of kernels of a few microseconds; launched from Python one by one they leave
-the GPU idle most of the time. A graph records them once and replays all with one call. It has fixed shapes and
-addresses, so a batch is padded up to the next captured size, and inputs are copied to where the graph reads them. What
-a step computes, and what padding means, is the model runner's business.
+A small model's decode step is hundreds of kernels of a few microseconds; launched one by one from Python they leave the
+GPU idle most of the time. A graph replays them all with one call, with fixed shapes and addresses: a batch is padded to
+the next captured size, inputs are copied to where the graph reads. What is computed is the model runner's business.
 """
 
 import torch
@@ -14,16 +13,12 @@ def default_batch_sizes(max_num_seqs: int) -> list[int]:
     return [size for size in (1, 2, 4, 8, *range(16, 513, 16)) if size < max_num_seqs] + [min(max_num_seqs, 512)]
 
 class CudaGraphs:
-    """Captured `decode(inputs)` for each of `batch_sizes` (ascending).
-
-    decode: takes [5, n] int64 inputs on the device, returns a tuple of tensors; runs without synchronising.
-    padding: the 5 inputs of a row that isn't there.
-    """
+    """Captured `decode(inputs)` for each of `batch_sizes` (ascending); padding: the 5 inputs of a row that isn't there.
+    decode: takes [5, n] int64 inputs on the device, returns a tuple of tensors; runs without synchronising."""
 
     def __init__(self, decode, batch_sizes: list[int], padding: list[int], device: torch.device):
-        self.captured: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, tuple[Tensor, ...]]] = {}
+        self.captured, pool = {}, torch.cuda.graph_pool_handle()       # by size: (graph, inputs, outputs)
         self._bucket_of = [min(size for size in batch_sizes if size >= n) for n in range(batch_sizes[-1] + 1)]
-        pool = torch.cuda.graph_pool_handle()
         for size in reversed(batch_sizes):      # largest first: the smaller ones fit into the memory that it took
             inputs = torch.tensor(padding, device=device)[:, None].repeat(1, size)
             decode(inputs)                      # compiles kernels and fills caches outside the capture

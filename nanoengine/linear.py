@@ -1,11 +1,10 @@
 """Matrix products whose weights are split over ranks, and where in the checkpoint each weight comes from.
 
-Megatron-LM's cut (Shoeybi et al. 2019): a column-parallel layer holds some of the outputs, a row-parallel one
-some of the inputs, so a pair of them needs one all-reduce. Layers that read the same input are fused:
-    qkv on rank 1 of 2     rows |  q: heads 8-15  |  k: 4-7  |  v: 4-7  |     each a part of its own tensor
+Megatron-LM's cut (Shoeybi et al. 2019): a column-parallel layer holds some of the outputs, a row-parallel one some of
+the inputs, so a pair of them needs one all-reduce. Layers with the same input are fused; of qkv_proj rank 1 of 2 holds
+    rows |  q: heads 8-15  |  k: 4-7  |  v: 4-7  |     each a part of its own tensor
 """
 
-import logging
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -16,25 +15,14 @@ from torch import Tensor, nn
 
 from nanoengine import kernels
 
-logger = logging.getLogger(__name__)
-
 class Group(NamedTuple):
-    """This rank's place among `size` ranks, and what they do together. With one rank every call is free.
-
-    buffer: memory that all GPUs of the group can reach, if there is such. Sums up to its size are made in it, with half
-    of NCCL's time (2 MB on two H200s: 15 against 32 us), but only inside CUDA graphs: a dead peer would make them wait
-    for ever, and graphs are what rank 0 waits for with open eyes (`Ranks.token_ids`).
-    """
+    """This rank's place among `size` ranks, and what they do together. With one rank every call is free."""
 
     rank: int = 0
     size: int = 1
-    buffer: Tensor | None = None
 
     def all_reduce(self, x: Tensor, op=dist.ReduceOp.SUM) -> Tensor:
-        """The sum over the ranks; `x` itself may be overwritten."""
-        if self.buffer is not None and x.numel() <= len(self.buffer) and torch.cuda.is_current_stream_capturing():
-            shared = self.buffer[:x.numel()].view_as(x).copy_(x)
-            return torch.ops.symm_mem.two_shot_all_reduce_(shared, "sum", dist.group.WORLD.group_name)
+        """The sum over the ranks, in place."""
         if self.size > 1:
             dist.all_reduce(x, op)
         return x
@@ -44,10 +32,9 @@ class Group(NamedTuple):
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Every rank's `x`, stacked in rank order: [size, *x.shape]."""
-        if self.size == 1:
-            return x[None]
-        out = x.new_empty(self.size, *x.shape)
-        dist.all_gather(list(out), x.contiguous())
+        out = x[None] if self.size == 1 else x.new_empty(self.size, *x.shape)
+        if self.size > 1:
+            dist.all_gather(list(out), x.contiguous())
         return out
 
     def share(self, num_features: int) -> slice:
@@ -55,21 +42,8 @@ class Group(NamedTuple):
         part = num_features // self.size
         return slice(self.rank * part, (self.rank + 1) * part)
 
-def shared_buffer(num_elements: int, dtype: torch.dtype) -> Tensor | None:
-    """A buffer for `Group`, or None where torch or the GPUs don't offer it. Every rank must call this."""
-    if dtype == torch.float16:      # torch's kernels know float32 and bfloat16
-        return None
-    try:
-        import torch.distributed._symmetric_memory as symmetric_memory
-        buffer = symmetric_memory.empty(num_elements, dtype=dtype, device="cuda")
-        symmetric_memory.rendezvous(buffer, dist.group.WORLD.group_name)
-        return buffer
-    except Exception as error:
-        logger.info("sums over GPUs by NCCL alone: %s", error)
-
 class Source(NamedTuple):
     """`destination` holds what the checkpoint's tensor `name`, of shape `full_shape`, has at `index`."""
-
     name: str
     destination: Tensor
     full_shape: tuple[int, ...]
@@ -78,8 +52,8 @@ class Source(NamedTuple):
 class Linear(nn.Module):
     """x [n, in_features / inputs.size] -> x @ weight.T + bias [n, sum of parts / outputs.size].
 
-    parts: out_features by the checkpoint's name; several are fused. Column-parallel if `outputs` is the group
-    of all ranks; row-parallel if `inputs` is: then the ranks' sums are added."""
+    parts: out_features by the checkpoint's name; several are fused. Column-parallel if `outputs` is the group of all
+    ranks; row-parallel if `inputs` is: then the ranks' sums are added, and the bias once, after that."""
 
     def __init__(self, parts: dict[str, int], in_features: int, has_bias: bool = False,
                  outputs: Group = Group(), inputs: Group = Group()):
@@ -91,15 +65,15 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         product = kernels.matvec if x.shape[0] == 1 and kernels.has_triton(x) else F.linear
         out = self.inputs.all_reduce(product(x, self.weight))
-        return out if self.bias is None else out + self.bias        # after the sum: once, not once per rank
+        return out if self.bias is None else out + self.bias
 
     def sources(self, path: str) -> Iterator[Source]:
         """path: the module's own, e.g. "model.layers.0.mlp.gate_up_proj". The parts lie beside it."""
         prefix, start = path[:path.rfind(".") + 1], 0
         for name, size in self.parts.items():
             share, end = self.outputs.share(size), start + size // self.outputs.size
-            yield Source(f"{prefix}{name}.weight", self.weight[start:end], (size, self.in_features),
-                         (share, self.inputs.share(self.in_features)))
+            index = share, self.inputs.share(self.in_features)
+            yield Source(f"{prefix}{name}.weight", self.weight[start:end], (size, self.in_features), index)
             if self.bias is not None:
                 yield Source(f"{prefix}{name}.bias", self.bias[start:end], (size,), (share,))
             start = end

@@ -23,7 +23,7 @@ from nanoengine.config import EngineConfig, ModelConfig, refuse_if
 from nanoengine.context import Context, reset_context, set_context
 from nanoengine.cuda_graph import CudaGraphs, default_batch_sizes
 from nanoengine.decoder import Decoder
-from nanoengine.linear import Group, shared_buffer
+from nanoengine.linear import Group
 from nanoengine.loader import load_weights
 from nanoengine.step_input import FlatStep, NewRow, StepInput, flatten
 
@@ -58,14 +58,11 @@ class ModelRunner:
         self.device = torch.device("cuda", group.rank) if config.device == "cuda" else torch.device("cpu")
         self.dtype, self.block_size = getattr(torch, config.dtype), config.kvcache_block_size
         num_rows, length = config.max_num_seqs + 1, config.max_model_len
-        if group.size > 1 and config.device == "cuda":
-            buffer = shared_buffer(min(config.max_num_seqs, 512) * model_config.hidden_size, self.dtype)
-            self.group = group._replace(buffer=buffer)
         default_dtype = torch.get_default_dtype()
         try:
             torch.set_default_dtype(self.dtype)
             with self.device:
-                self.model = Decoder(model_config, length, self.group)
+                self.model = Decoder(model_config, length, group)
         finally:
             torch.set_default_dtype(default_dtype)
         with self.device:
