@@ -1,11 +1,11 @@
 """Rank 0 calls its peers (the tensor-parallel processes) by pickled messages in shared memory.
 
 A message goes to all peers at once, in parts that fit the segment. One semaphore per peer says "a part is there", one
-"I have copied it": nothing is overwritten that is still read, and whoever waits sleeps. A thread watches the
-other side: when a peer ends, rank 0's store and communicator end too, so that nothing waits for it for ever.
+"I have copied it": nothing is overwritten that is still read, and whoever waits sleeps. On either side a thread watches
+the other: when a peer ends, rank 0's store and communicator end too, so that nothing waits for it for ever.
 """
 
-import multiprocessing
+import multiprocessing.connection
 import os
 import pickle
 import signal
@@ -15,7 +15,6 @@ import time
 import traceback
 from contextlib import suppress
 from datetime import timedelta
-from multiprocessing.connection import wait as wait_for_any
 
 import torch
 import torch.distributed as dist
@@ -48,7 +47,8 @@ class Channel:
 
     def receive(self, peer: int):
         """The next message, whole. Blocks until it is there; raises RuntimeError if a part was missed."""
-        view, data, rest, (written, copied) = memoryview(self.segment).cast("B"), bytearray(), True, self.signals[peer]
+        view, data, rest = memoryview(self.segment).cast("B"), bytearray(), True
+        written, copied = self.signals[peer]
         while rest:
             written.acquire()
             self.number += 1
@@ -61,8 +61,9 @@ class Channel:
 
 class Ranks:
     """The model runners of all ranks, called as one. `arguments` are ModelRunner's (folder, model_config, config).
-    A peer that raises or dies at any time makes the call under way, or the next, close everything and raise RuntimeError
-    with its traceback. So does an error of rank 0, but a single rank survives one in a step (unless the device's)."""
+    A peer that raises or dies at any time makes the call under way, or the next, close everything and raise a
+    RuntimeError with its traceback. An error of rank 0 closes everything too; only a single rank survives one in a step
+    (unless it is the device's)."""
 
     def __init__(self, *arguments):
         self.size, self.is_closed, self.failure = arguments[-1].tensor_parallel_size, False, None
@@ -78,28 +79,28 @@ class Ranks:
             spawn = multiprocessing.get_context("spawn")
             self._server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)     # a free port
             self.channel, port = Channel(self.size - 1, spawn), self._server.port
+            store = dist.TCPStore("127.0.0.1", port)        # a connection of its own: it breaks when the server ends
             mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])    # inherited: Ctrl-C is rank 0's alone
             try:
                 for rank in range(1, self.size):
-                    report, theirs = spawn.Pipe(duplex=False)
-                    args = rank, port, self.channel, theirs, arguments
-                    process = spawn.Process(target=serve, args=args, daemon=True)
+                    report, pipe = spawn.Pipe(duplex=False)
+                    process = spawn.Process(target=serve, args=(rank, port, self.channel, pipe, arguments), daemon=True)
                     process.start()
                     self._peers.append((process, report))
-                    theirs.close()
+                    pipe.close()
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             threading.Thread(target=self._watch, daemon=True).start()
             for _, report in self._peers:
                 while not report.poll(0.2):         # until it is up: unlike `join`, this can be interrupted
                     self._check()
-            join(port, 0, arguments[-1])
+            join(store, 0, arguments[-1])
         self.runner = ModelRunner(*arguments, Group(0, self.size))
 
     def _watch(self) -> None:
         """Runs in a thread: when a peer ends unasked, note why, and wake whoever waits for it."""
         sentinels = [process.sentinel for process, _ in self._peers]
-        index = sentinels.index(wait_for_any(sentinels)[0])
+        index = sentinels.index(multiprocessing.connection.wait(sentinels)[0])
         if self.is_closed:
             return
         process, report = self._peers[index]
@@ -132,6 +133,8 @@ class Ranks:
 
     def call(self, method: str, *args):
         """`ModelRunner.method(*args)` on every rank; returns rank 0's result, maybe before the peers are done."""
+        if self.is_closed:
+            raise RuntimeError(self.failure or "the engine is closed")
         if self._peers:
             self._guard(self.channel.send, (method, args), self._check)
         return self._guard(getattr(self.runner, method), *args)
@@ -163,10 +166,9 @@ class Ranks:
             dist.destroy_process_group()
         self.channel = self._server = None      # the semaphores' names and the port go with them
 
-def join(port: int, rank: int, config) -> None:
+def join(store, rank: int, config) -> None:
     if config.device == "cuda":
         torch.cuda.set_device(rank)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.distributed_c10d._world.group_count = 0    # part of the keys; a join that failed here before has raised it
     dist.init_process_group("nccl" if config.device == "cuda" else "gloo", store=store, rank=rank,
                             world_size=config.tensor_parallel_size, timeout=timedelta(minutes=2))
@@ -180,7 +182,7 @@ def serve(rank: int, port: int, channel: Channel, report, arguments) -> None:
     try:
         report.send(None)
         torch.set_num_threads(max(1, torch.get_num_threads() // arguments[-1].tensor_parallel_size))
-        join(port, rank, arguments[-1])
+        join(dist.TCPStore("127.0.0.1", port), rank, arguments[-1])
         runner = ModelRunner(*arguments, Group(rank, arguments[-1].tensor_parallel_size))
         while (message := channel.receive(rank - 1))[0] != "close":
             getattr(runner, message[0])(*message[1])

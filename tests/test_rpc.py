@@ -613,6 +613,7 @@ def test_a_tensor_that_no_rank_finds(checkpoint, tmp_path):
     holdings = Holdings(os.getpid())
     with fails(re.escape(name), kind=(RuntimeError, ValueError)):
         start(folder)
+    gc.collect()        # the error's traceback held the frames that hold the store
     assert children_of(os.getpid()) == [] and listening(os.getpid()) <= {what for _, what in holdings.before}
 
 
