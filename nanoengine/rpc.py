@@ -110,10 +110,10 @@ class Ranks:
             while report.poll():
                 reason = report.recv() or reason
         self.failure = f"rank {index + 1} of {self.size} failed: {reason}"
-        self._has_failed.set()
         self._server = None         # ends waits in `join`
         if dist.is_initialized():
             dist.distributed_c10d._abort_process_group()
+        self._has_failed.set()
 
     def _check(self) -> None:
         if self.failure:

@@ -28,7 +28,7 @@ def filter_logits(logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Te
     return logits.masked_fill(~torch.zeros_like(keeps).scatter(-1, order, keeps), -torch.inf)
 
 def draw_filtered(logits: Tensor, seeds: Tensor, positions: Tensor, *settings: Tensor) -> Tensor:
-    """Token ids [n] drawn from filtered logits [n, vocab_size]. settings: temperature, top_k, top_p, min_p, each [n]."""
+    """Token ids [n] from filtered logits [n, vocab_size]; settings, each [n]: temperature, top_k, top_p, min_p."""
     ids = []
     parts = (tensor.split(ROWS_AT_A_TIME) for tensor in (logits, seeds, positions, *settings))
     for some_logits, seed, position, *setting in zip(*parts):
