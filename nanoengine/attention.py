@@ -24,6 +24,7 @@ except ImportError:
     flash_forward = None
 
 FLASH_BLOCK_SIZE = 256      # its paged version wants multiples
+MOST_PADDED = 1 << 14       # keys that the plain version gathers at once, in one layer: 25 MB for SmolLM2
 
 def reason_against_flash(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
     """Why flash-attn can't serve this engine, or None if it can. Builds differ in head sizes and GPUs: ask by running."""
@@ -63,18 +64,23 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float) -
     return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
 def plain_attention(q, k_cache, v_cache, scale, c: Context, first_chunk: int = 0) -> Tensor:
-    """The definition, chunk by chunk from `first_chunk` on: gather the context through the block table, mask, SDPA."""
+    """The definition, from `first_chunk` on: gather contexts through the block table, mask, SDPA. One-token chunks go
+    together, padded with copies of their last key, as what lies beyond may never have been written; others one by one.
+    """
     block_size, num_kv_heads = k_cache.shape[1:3]
     bounds = list(range(c.num_decodes)) + (c.cu_seqlens_q + c.num_decodes).tolist()
-    outputs = []
-    for i, (start, end) in enumerate(pairwise(bounds[first_chunk:]), first_chunk):
-        context_len = int(c.context_lens[i])
-        blocks = c.block_tables[c.rows[i], :-(-context_len // block_size)]
-        k, v = (cache[blocks].flatten(0, 1)[:context_len].transpose(0, 1) for cache in (k_cache, v_cache))
-        # The query heads that share a KV head become further queries of it: [num_kv_heads, group * num_tokens, dim].
-        queries = q[start:end].unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)
-        position = torch.arange(context_len, device=q.device)
-        mask = (position <= position[start - end:, None]).repeat(queries.shape[1], 1) if end - start > 1 else None
-        out = F.scaled_dot_product_attention(queries.flatten(1, 2), k, v, attn_mask=mask, scale=scale)
-        outputs.append(out.unflatten(1, queries.shape[1:3]).permute(2, 0, 1, 3).flatten(1, 2))
+    lens, outputs, n = c.context_lens.tolist(), [], max(c.num_decodes, first_chunk)
+    firsts = [*range(first_chunk, n, max(1, MOST_PADDED // max(lens))), *range(n, len(lens) + 1)]
+    for first, end in pairwise(firsts):
+        queries = q[bounds[first]:bounds[end]].unflatten(0, (end - first, -1)).unflatten(2, (num_kv_heads, -1))
+        position, last = torch.arange(max(lens[first:end]), device=q.device), c.context_lens[first:end, None] - 1
+        key = position.minimum(last)                                # [num_chunks, longest context]
+        slots = c.block_tables[c.rows[first:end, None], key // block_size] * block_size + key % block_size
+        k, v = (cache.flatten(0, 1).index_select(0, slots.flatten()).unflatten(0, slots.shape).transpose(1, 2)
+                for cache in (k_cache, v_cache))                    # [num_chunks, num_kv_heads, longest, head_dim]
+        num_later = torch.arange(queries.shape[1], device=q.device).flip(0)     # tokens after each in its chunk
+        mask = (position <= (last - num_later)[:, :, None]).repeat(1, queries.shape[3], 1)[:, None]
+        # The query heads that share a KV head become further queries of it.
+        out = F.scaled_dot_product_attention(queries.permute(0, 2, 3, 1, 4).flatten(2, 3), k, v, mask, scale=scale)
+        outputs.append(out.unflatten(2, (-1, queries.shape[1])).permute(0, 3, 1, 2, 4).flatten(2, 3).flatten(0, 1))
     return torch.cat(outputs)

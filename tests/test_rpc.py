@@ -649,7 +649,14 @@ def serve_with_a_fault(name, *args):
 
 
 @needs_proc
-@pytest.mark.parametrize("name", ["torch.distributed.TCPStore", "nanoengine.rpc.join", "nanoengine.rpc.ModelRunner"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("torch.distributed.TCPStore", marks=pytest.mark.slow),
+        "nanoengine.rpc.join",
+        "nanoengine.rpc.ModelRunner",
+    ],
+)
 def test_a_peer_raises_while_starting(checkpoint, monkeypatch, name):
     """Before it has found the others, before it has joined them, and while it loads."""
     monkeypatch.setattr(rpc, "serve", partial(serve_with_a_fault, name))
