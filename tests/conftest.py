@@ -37,8 +37,6 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason=f"needs two CUDA devices, there are {num_gpus}"))
         elif "gpu" in item.keywords and num_gpus < 1:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-        elif "slow" in item.keywords and "slow" not in config.getoption("markexpr"):
-            item.add_marker(pytest.mark.skip(reason="slow; run with -m slow"))
 
 
 def pytest_terminal_summary(terminalreporter):
