@@ -120,6 +120,7 @@ class ModelRunner:
         self.padding = [self.spare_row, 0, num_blocks * self.block_size, 0, self.no_position]
         if capture:
             self._capture()
+        self.group.all_min(torch.zeros(1, device=self.device))      # every rank has come so far
 
     def _capture(self, largest_only: bool = False) -> None:
         if self.config.enforce_eager or self.device.type != "cuda" or not kernels.has_triton(self.kv_cache):

@@ -105,7 +105,9 @@ class Ranks:
             return
         process, report = self._peers[index]
         process.join()
-        reason = f"exit code {process.exitcode} (does your script lack `if __name__ == '__main__':`?)"
+        reason = f"exit code {process.exitcode}"
+        if process.exitcode == 1:
+            reason += " (does your script lack `if __name__ == '__main__':`?)"
         with suppress(EOFError):
             while report.poll():
                 reason = report.recv() or reason
@@ -125,9 +127,10 @@ class Ranks:
             self._check()
             return result
         except BaseException as error:
-            self._has_failed.wait(3 if self._peers else 0)      # if a peer is to blame, we will know soon
+            if self._peers and isinstance(error, Exception):
+                self._has_failed.wait(3)        # if a peer is to blame, we will know soon
             if self._peers or function == self._start or isinstance(error, getattr(torch, "AcceleratorError", ())):
-                self.close()
+                self.close(is_up=False)
             self._check()
             raise
 
@@ -145,11 +148,12 @@ class Ranks:
             self._guard(time.sleep, 2e-5)
         return self._guard(launch.token_ids)
 
-    def close(self) -> None:
+    def close(self, is_up: bool = True) -> None:
         """End the peers (by force if one has failed or doesn't answer) and free everything. May be called twice."""
         if self.is_closed:
             return
-        is_up, self.is_closed, self.runner = self.runner and not self.failure, True, None
+        is_up = is_up and self.runner is not None and not self.failure
+        self.is_closed, self.runner = True, None
         deadline = time.monotonic() + (5 if is_up else 0)
 
         def check():

@@ -362,10 +362,10 @@ class Holdings:
     def left(self):
         listeners = all_listening()
         return {(kind, what) for kind, what in self.noted if {
-            "process": lambda: self.runs(what), "name": lambda: os.path.exists(what),
+            "process": lambda: self._runs(what), "name": lambda: os.path.exists(what),
             "port": lambda: what in listeners}[kind]()}  # fmt: skip
 
-    def runs(self, pid):
+    def _runs(self, pid):
         """An orphan that ended is its adopter's to reap; a child of ours that ended should have been joined."""
         state, parent = process_state(pid) or ("Z", None)
         return state != "Z" or parent == self.pid
@@ -813,8 +813,9 @@ class Script:
     def __exit__(self, *_):
         """Kills rank 0 and peers, if a failed test left them; not the resource tracker, which tidies /dev/shm."""
         for pid in [*children_of(self.process.pid), *self.holdings.peers(), self.process.pid]:
-            if self.holdings.runs(pid):
-                os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                if os.getpgid(pid) == self.process.pid:  # still the same process
+                    os.kill(pid, signal.SIGKILL)
         self.process.wait()
         self.process.stdout.close()
         self.errors.close()
