@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import tiny
 from nanoengine import SamplingParams, kernels, model_runner
 from nanoengine.context import Context
 from nanoengine.cuda_graph import CudaGraphs, default_batch_sizes

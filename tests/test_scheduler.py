@@ -654,7 +654,8 @@ def test_a_twin_in_flight_is_not_readmitted_in_the_step_that_preempts_it():
 
 def test_a_mid_chunk_sequence_can_be_preempted_and_starts_again():
     scheduler = make(num_blocks=5, budget=5)
-    a, b = add(scheduler, "a", 4, max_tokens=6), add(scheduler, "b", 13, max_tokens=2)
+    add(scheduler, "a", 4, max_tokens=6)
+    b = add(scheduler, "b", 13, max_tokens=2)
     assert step(scheduler) == [("b", 0, 1, False), ("a", 0, 4, True)]
     second = scheduler.schedule()
     assert plan(second) == [("a", 4, 1, True)]          # b's prompt had the four other blocks
