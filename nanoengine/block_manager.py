@@ -2,14 +2,11 @@
 the xxhash of its tokens, chained with its parent's, until it is reused. What was freed first is reused first.
     tokens       | 0 1 2 3 | 4 5 6 7 | 8 9     |      block_size 4, 10 tokens: ceil(10 / 4) = 3 blocks
     block_table  |   7     |   2     |   5     |      slot of token 6 = 2 * 4 + 2 = 10"""
-
 from collections import OrderedDict
 from dataclasses import dataclass
 from itertools import count
-
 import numpy as np
 from xxhash import xxh3_64_intdigest
-
 from nanoengine.sequence import Sequence
 
 @dataclass(slots=True)
@@ -27,22 +24,15 @@ class BlockManager:
         self.blocks = [Block() for _ in range(num_blocks)]
         self.free_blocks = OrderedDict.fromkeys(range(num_blocks))      # oldest first
         self.index, self._content_ids = {}, count(1)                    # key -> the block to find under it
-
     num_free_blocks = property(lambda self: len(self.free_blocks))
-
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
-
     def find_prefix(self, token_ids: list[int]) -> list[int]:
         """Blocks of the longest cached prefix of `token_ids`, in order; at least one token is left out."""
-        hits = []
-        for i in range((len(token_ids) - 1) // self.block_size):
-            *_, hit = self._look_up(token_ids, i, hits)
-            if hit is None:
-                break
+        hits, limit = [], (len(token_ids) - 1) // self.block_size
+        while len(hits) < limit and (hit := self._look_up(token_ids, len(hits), hits)[-1]) is not None:
             hits.append(hit)
         return hits
-
     def allocate(self, sequence: Sequence, num_tokens: int, hits: list[int] = ()) -> bool:
         """Extend the sequence's table, by `hits` first, until it holds `num_tokens` tokens. Returns False and changes
         nothing if too few blocks are free; a hit that is free can't serve as a new block too."""
@@ -61,7 +51,6 @@ class BlockManager:
             self.blocks[block_id] = Block(ref_count=1)
         sequence.block_table += [*hits, *new]
         return True
-
     def free(self, sequence: Sequence) -> None:
         """Give all blocks back, the last one first: a prefix's end is reused before its beginning."""
         for block_id in reversed(sequence.block_table):
@@ -69,7 +58,6 @@ class BlockManager:
             if self.blocks[block_id].ref_count == 0:
                 self.free_blocks[block_id] = None
         sequence.block_table.clear()
-
     def register(self, sequence: Sequence, start: int, end: int) -> None:
         """Make the blocks findable that tokens [start, end) have filled: their KV is written. A second block of equal
         content (a twin) gets key and content id too, so that its children are found, but the index keeps the first."""
@@ -80,7 +68,6 @@ class BlockManager:
                 block.key, block.token_ids, block.parent_id, twin = self._look_up(sequence.token_ids, i, table)
                 block.content_id = next(self._content_ids) if twin is None else self.blocks[twin].content_id
                 self.index[block.key] = table[i] if twin is None else twin
-
     def _look_up(self, token_ids: list[int], i: int, table: list[int]) -> tuple:
         """Key, tokens and parent id of block i of `token_ids`, behind table[:i]; the block that the index has for it,
         if its tokens and prefix are equal too: a collision of hashes costs a miss, never a wrong answer."""
@@ -90,7 +77,6 @@ class BlockManager:
         found = self.blocks[self.index[key]] if key in self.index else Block()
         is_hit = found.token_ids == tokens and found.parent_id == parent.content_id
         return key, tokens, parent.content_id, self.index[key] if is_hit else None
-
     @staticmethod
     def _key(tokens: tuple[int, ...], parent_key: int) -> int:
         return xxh3_64_intdigest(np.array(tokens, np.int32).tobytes(), seed=parent_key)

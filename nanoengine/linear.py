@@ -1,46 +1,16 @@
 """Matrix products whose weights are split over ranks, and where in the checkpoint each weight comes from.
 
 Megatron-LM's cut (Shoeybi et al. 2019): a column-parallel layer holds some of the outputs, a row-parallel one some of
-the inputs, so a pair of them needs one all-reduce. Layers with the same input are fused; of qkv_proj rank 1 of 2 holds
-    rows |  q: heads 8-15  |  k: 4-7  |  v: 4-7  |     each a part of its own tensor
-"""
-
+the inputs. What the latter (and the embedding) returns is this rank's part of a sum over the ranks; the norm that
+follows adds the parts up. Layers with the same input are fused; of qkv_proj rank 1 of 2 holds
+    rows |  q: heads 8-15  |  k: 4-7  |  v: 4-7  |     each a part of its own tensor"""
 from collections.abc import Iterator
 from typing import NamedTuple
-
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-
 from nanoengine import kernels
-
-class Group(NamedTuple):
-    """This rank's place among `size` ranks, and what they do together. With one rank every call is free."""
-
-    rank: int = 0
-    size: int = 1
-
-    def all_reduce(self, x: Tensor, op=dist.ReduceOp.SUM) -> Tensor:
-        """The sum over the ranks, in place."""
-        if self.size > 1:
-            dist.all_reduce(x, op)
-        return x
-
-    def all_min(self, x: Tensor) -> Tensor:
-        return self.all_reduce(x, dist.ReduceOp.MIN)
-
-    def all_gather(self, x: Tensor) -> Tensor:
-        """Every rank's `x`, stacked in rank order: [size, *x.shape]."""
-        out = x[None] if self.size == 1 else x.new_empty(self.size, *x.shape)
-        if self.size > 1:
-            dist.all_gather(list(out), x.contiguous())
-        return out
-
-    def share(self, num_features: int) -> slice:
-        """This rank's part of `num_features`."""
-        part = num_features // self.size
-        return slice(self.rank * part, (self.rank + 1) * part)
+from nanoengine.group import Group
 
 class Source(NamedTuple):
     """`destination` holds what the checkpoint's tensor `name`, of shape `full_shape`, has at `index`."""
@@ -53,19 +23,16 @@ class Linear(nn.Module):
     """x [n, in_features / inputs.size] -> x @ weight.T + bias [n, sum of parts / outputs.size].
 
     parts: out_features by the checkpoint's name; several are fused. Column-parallel if `outputs` is the group of all
-    ranks; row-parallel if `inputs` is: then the ranks' sums are added, and the bias once, after that."""
-
+    ranks; row-parallel if `inputs` is: then the answer is a part of the sum, and rank 0's has the bias in it."""
     def __init__(self, parts: dict[str, int], in_features: int, has_bias: bool = False,
                  outputs: Group = Group(), inputs: Group = Group()):
         super().__init__()
         self.parts, self.in_features, self.outputs, self.inputs = parts, in_features, outputs, inputs
         self.weight = torch.empty(sum(parts.values()) // outputs.size, in_features // inputs.size)
         self.bias = torch.empty(self.weight.shape[0]) if has_bias else None
-
     def forward(self, x: Tensor) -> Tensor:
-        out = self.inputs.all_reduce(product(x, self.weight))
-        return out if self.bias is None else out + self.bias
-
+        out = product(x, self.weight, self.inputs.part(len(x)))
+        return out if self.bias is None or self.inputs.rank > 0 else out.add_(self.bias)
     def sources(self, path: str) -> Iterator[Source]:
         """path: the module's own, e.g. "model.layers.0.mlp.gate_up_proj". The parts lie beside it."""
         prefix, start = path[:path.rfind(".") + 1], 0
@@ -77,29 +44,26 @@ class Linear(nn.Module):
                 yield Source(f"{prefix}{name}.bias", self.bias[start:end], (size,), (share,))
             start = end
 
-def product(x: Tensor, weight: Tensor) -> Tensor:
-    """x @ weight.T. On the CPU torch's own choice is MKL, which on AMD takes 1.6 (8 rows) to 2.1 times (a prompt)
-    as long as oneDNN, which torch.compile chooses."""
+def product(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+    """x @ weight.T, into `out` if given. On the CPU torch's own choice is MKL, which on AMD takes 1.6 (8 rows) to 2.1
+    times (a prompt) as long as oneDNN, which torch.compile chooses."""
     if x.shape[0] == 1 and kernels.has_triton(x):
-        return kernels.matvec(x, weight)
+        return kernels.matvec(x, weight, out)
     if x.device.type == "cpu" and x.dtype == torch.float32 and torch.backends.mkldnn.is_available():
         return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
-    return F.linear(x, weight)
+    return torch.mm(x, weight.T, out=out)
 
 class VocabParallelEmbedding(Linear):
-    """Token ids [n] -> [n, hidden_size]; as the LM head, [n, hidden_size] -> logits [n, vocab_size / size].
-    Each rank holds a range of the vocabulary, looks up the ids it holds, and adds zeros for the others."""
-
+    """Token ids [n] -> this rank's part of [n, hidden_size]: each rank holds a range of the vocabulary and has zeros for
+    the ids of the others. As the LM head, [n, hidden_size] -> logits [n, vocab_size / size]."""
     def __init__(self, name: str, vocab_size: int, hidden_size: int, group: Group):
         super().__init__({name: vocab_size}, hidden_size, outputs=group)
         self.vocab_start = group.share(vocab_size).start
-
     def forward(self, token_ids: Tensor) -> Tensor:
         if self.outputs.size == 1:
             return F.embedding(token_ids, self.weight)
         local_ids = token_ids - self.vocab_start
         is_here = (local_ids >= 0) & (local_ids < self.weight.shape[0])
-        return self.outputs.all_reduce(F.embedding(local_ids * is_here, self.weight) * is_here[:, None])
-
+        return torch.mul(F.embedding(local_ids * is_here, self.weight), is_here[:, None], out=self.outputs.part(len(is_here)))
     def logits(self, hidden: Tensor) -> Tensor:
         return super().forward(hidden)

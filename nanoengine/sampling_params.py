@@ -1,11 +1,21 @@
 """What a caller may ask of one request. What depends on a model (vocabulary, length) is checked when it is added."""
-
+from collections.abc import Mapping
 from dataclasses import dataclass
+from math import inf
 from numbers import Integral, Real
+from typing import NamedTuple
+
+class Rule(NamedTuple):
+    """Adds `bias` to a token's logit in draws at positions [start, end) that come right behind the tokens `prefix`."""
+    prefix: tuple[int, ...]
+    token_id: int
+    bias: float             # -inf bans the token
+    start: int
+    end: int
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """ValueErrors name field and value. Filters act on probabilities: temperature, top_k, renormalise, top_p, min_p."""
+    """ValueErrors name field and value. The order of what is done to the logits: see `sampler`."""
     temperature: float = 1.0                # 0 is greedy (arg max); otherwise logits are divided by it
     max_tokens: int = 64                    # at most so many new tokens
     top_k: int = 0                          # keep the k likeliest tokens; 0 keeps all
@@ -15,23 +25,48 @@ class SamplingParams:
     stop: str | tuple[str, ...] = ()        # strings (or one) that end the text, which is cut before them
     stop_token_ids: tuple[int, ...] = ()    # end the request, besides the model's own end-of-sequence ids
     ignore_eos: bool = False                # do not stop at those of the model
-
+    repetition_penalty: float = 1.0         # > 1 divides (multiplies, if negative) logits of tokens seen, prompt too
+    frequency_penalty: float = 0.0          # subtracted from a logit once per time that its token was drawn
+    presence_penalty: float = 0.0           # the same, once
+    logit_bias: Mapping[int, float] | None = None   # token id -> what is added to its logit
+    min_tokens: int = 0                     # no end token among the first so many new ones
+    bad_words: str | tuple[str, ...] = ()   # the tokens of such a word, also behind a space, are never drawn in a row
+    logprobs: int | None = None             # report the log-probabilities of so many likeliest tokens and the drawn one
     def __post_init__(self):
-        for field, kind, is_valid, wanted in (
-                ("temperature", Real, lambda v: 0 <= v < float("inf"), "a finite number >= 0"),
+        for names, kind, is_valid, wanted in (
+                ("temperature", Real, lambda v: 0 <= v < inf, "a finite number >= 0"),
+                ("repetition_penalty", Real, lambda v: 0 < v < inf, "a finite number > 0"),
+                ("frequency_penalty presence_penalty", Real, lambda v: -2 <= v <= 2, "in [-2, 2]"),
+                ("top_p", Real, lambda v: 0 < v <= 1, "in (0, 1]"), ("min_p", Real, lambda v: 0 <= v <= 1, "in [0, 1]"),
                 ("max_tokens", Integral, lambda v: v >= 1, "an integer >= 1"),
                 ("top_k", Integral, lambda v: v >= 0, "an integer >= 0 (0 keeps all tokens)"),
-                ("top_p", Real, lambda v: 0 < v <= 1, "in (0, 1]"), ("min_p", Real, lambda v: 0 <= v <= 1, "in [0, 1]"),
+                ("min_tokens", Integral, lambda v: 0 <= v <= self.max_tokens, f"in [0, max_tokens={self.max_tokens}]"),
                 ("seed", Integral | None, lambda v: v is None or 0 <= v < 2**63, "None or in [0, 2**63)"),
-                ("stop", tuple, lambda v: all(isinstance(s, str) and s for s in v), "non-empty strings"),
-                ("stop_token_ids", tuple, lambda v: all(isinstance(t, Integral) for t in v), "integers")):
-            value = getattr(self, field)
-            if kind is tuple and (value is None or hasattr(value, "__iter__")):
-                value = (value,) if isinstance(value, str) else tuple(value or ())
-                object.__setattr__(self, field, value)
-            if isinstance(value, bool) or not isinstance(value, kind) or not is_valid(value):
-                raise ValueError(f"SamplingParams: {field}={value!r}, but it must be {wanted}")
-
+                ("logprobs", Integral | None, lambda v: v is None or v >= 0, "None or an integer >= 0"),
+                ("stop bad_words", tuple, lambda v: all(isinstance(s, str) and s for s in v), "non-empty strings"),
+                ("stop_token_ids", tuple, lambda v: all(isinstance(t, Integral) for t in v), "integers"),
+                ("logit_bias", Mapping | None, lambda v: all(isinstance(t, Integral) and isinstance(b, Real) and abs(b) < inf
+                                                             for t, b in (v or {}).items()), "token id -> finite number")):
+            for name in names.split():
+                value = getattr(self, name)
+                if kind is tuple and (value is None or hasattr(value, "__iter__")):
+                    value = (value,) if isinstance(value, str) else tuple(value or ())
+                    object.__setattr__(self, name, value)
+                if isinstance(value, bool) or not isinstance(value, kind) or not is_valid(value):
+                    raise ValueError(f"SamplingParams: {name}={value!r}, but it must be {wanted}")
     @property
-    def has_filters(self) -> bool:          # whether drawing needs more than temperature and noise
+    def has_filters(self) -> bool:
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+    @property
+    def has_penalties(self) -> bool:
+        return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1, 0, 0)
+    @property
+    def is_plain(self) -> bool:             # whether temperature and noise are all that drawing needs
+        return not (self.has_filters or self.has_penalties or self.logit_bias or self.min_tokens or self.bad_words
+                    or self.logprobs is not None)
+    def rules(self, num_prompt_tokens: int, stop_token_ids, bad_words) -> list[Rule]:
+        """logit_bias, min_tokens and bad_words (each a tuple of token ids, within the output) as rules."""
+        forever, first_end = 1 << 62, num_prompt_tokens + self.min_tokens
+        return [*(Rule((), token_id, bias, 0, forever) for token_id, bias in (self.logit_bias or {}).items()),
+                *(Rule((), token_id, -inf, 0, first_end) for token_id in stop_token_ids if self.min_tokens),
+                *(Rule(ids[:-1], ids[-1], -inf, num_prompt_tokens + len(ids) - 1, forever) for ids in bad_words)]

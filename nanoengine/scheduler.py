@@ -1,9 +1,7 @@
-"""Who computes how many tokens in the next step. Running sequences come first, oldest first, each with as many
-uncomputed tokens as the budget allows; what is left admits waiting ones in order of arrival. If a running one needs a
-block and none is free, the youngest is preempted. Nothing here knows tensors, text or devices."""
-
+"""Who computes how many tokens in the next step. Running sequences come first, oldest first, each with as many tokens
+as the budget allows; what is left admits waiting ones, in order of arrival. If a running one needs a block and none is
+free, the youngest is preempted. Nothing here knows tensors, text or devices."""
 from collections import deque
-
 from nanoengine.block_manager import BlockManager
 from nanoengine.sequence import Chunk, Sequence, Status
 
@@ -13,13 +11,8 @@ class Scheduler:
         self.block_manager, self.max_num_batched_tokens = block_manager, max_num_batched_tokens     # budget of a step
         self.waiting, self.running, self.num_preemptions = deque(), [], 0
         self.free_rows = list(range(max_num_seqs - 1, -1, -1))      # of the persistent batch; row 0 is given first
-
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
-
-    def has_unfinished(self) -> bool:
-        return bool(self.waiting or self.running)
-
     def schedule(self) -> list[Chunk]:
         """The next step's chunks, one-token ones first; none if there is nothing to compute. Their sequences get the
         blocks they will write to, and the tokens count as computed: the device runs steps in order of launch."""
@@ -48,14 +41,11 @@ class Scheduler:
             end = sequence.num_computed + min(sequence.num_uncomputed, budget)
             budget -= self._append_chunk(chunks, sequence, end, is_new_row=True)
         return sorted(chunks, key=lambda chunk: chunk.num_tokens > 1)
-
     def _append_chunk(self, chunks: list[Chunk], sequence: Sequence, end: int, is_new_row: bool = False) -> int:
-        start, draws_token = sequence.num_computed, end == sequence.num_tokens
-        sequence.num_computed = end
+        start, draws_token, sequence.num_computed = sequence.num_computed, end == sequence.num_tokens, end
         sequence.num_in_flight += draws_token
         chunks.append(Chunk(sequence, start, end - start, draws_token, is_new_row))
         return end - start
-
     def update(self, chunks: list[Chunk], token_ids: list[int]) -> list[Sequence]:
         """Take in a finished step: `token_ids[i]` is what chunk i drew, if any. Returns the sequences that got one;
         those that end with it have a `finish_reason`. Tokens of sequences that ended meanwhile are dropped."""
@@ -74,7 +64,6 @@ class Scheduler:
                 elif len(sequence.token_ids) >= sequence.max_num_tokens:
                     self.finish(sequence, "length")
         return advanced
-
     def finish(self, sequence: Sequence, reason: str | None) -> None:
         """End a sequence in whatever state it is; its blocks and row are free at once."""
         if sequence.status is Status.RUNNING:

@@ -1,18 +1,15 @@
 """The engine's record of a request. There is no prefill and no decode: a step computes some more, a `Chunk`.
-
     tokens    |0                                    len(token_ids)| + num_in_flight (drawn, not known here) = num_tokens
     computed  |-------------------|- - - chunk - - -|               (their KV is in the cache or soon will be)
               0              num_computed      num_computed + chunk.num_tokens"""
-
 from enum import Enum
 from typing import NamedTuple
-
 from nanoengine.sampling_params import SamplingParams
 
-Status = Enum("Status", {"WAITING": "waiting", "RUNNING": "running", "FINISHED": "finished"})
+Status = Enum("Status", "WAITING RUNNING FINISHED")
 
 class Sequence:
-    """Only the BlockManager writes `block_table`, the LLMEngine the last line's, the Scheduler the others."""
+    """Only the BlockManager writes `block_table`, the LLMEngine the last two lines', the Scheduler the others."""
     def __init__(self, request_id: str, token_ids: list[int], params: SamplingParams, seed: int, max_num_tokens: int,
                  stop_token_ids: frozenset[int] = frozenset()):
         self.request_id, self.params, self.seed = request_id, params, seed
@@ -22,20 +19,14 @@ class Sequence:
         self.num_cached_tokens: int | None = None       # prompt tokens found in the prefix cache at first admission
         self.block_table, self.row = [], None           # the row of the persistent batch, while RUNNING
         self.status, self.finish_reason = Status.WAITING, None
+        self.rules, self.is_plain, self.logprobs = (), params.is_plain, []  # see `SamplingParams`; one dict per new token
         self.text, self.output, self.is_owned = None, None, False   # OutputText; RequestOutput; for one call alone?
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.token_ids) + self.num_in_flight
-
+    num_tokens = property(lambda self: len(self.token_ids) + self.num_in_flight)
+    output_token_ids = property(lambda self: self.token_ids[self.num_prompt_tokens:])
     @property
     def num_uncomputed(self) -> int:
         """Tokens a step could compute now. 0 once the last permitted one is drawn: its KV is never needed."""
         return 0 if self.num_tokens >= self.max_num_tokens else self.num_tokens - self.num_computed
-
-    @property
-    def output_token_ids(self) -> list[int]:
-        return self.token_ids[self.num_prompt_tokens:]
 
 class Chunk(NamedTuple):
     """A sequence's share of one step: its tokens [start, end)."""
@@ -44,7 +35,4 @@ class Chunk(NamedTuple):
     num_tokens: int
     draws_token: bool      # reaches the end of the tokens, so the step draws the next one
     is_new_row: bool       # the sequence has just been given its row
-
-    @property
-    def end(self) -> int:
-        return self.start + self.num_tokens
+    end = property(lambda self: self.start + self.num_tokens)

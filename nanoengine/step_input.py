@@ -4,22 +4,13 @@ which blocks it writes to. The ranks' persistent state has the rest. No Python l
     three chunks   num_tokens [1, 3, 2], starts [6, 0, 4]
     positions      | 6 | 0 1 2 | 4 5 |
     cu_seqlens_q   0   1       4     6         context_lens (keys seen by a chunk's last token)  [7, 3, 6]"""
-
 from collections import namedtuple
 from typing import NamedTuple
-
 import numpy as np
-
-from nanoengine.sampling_params import SamplingParams
 from nanoengine.sequence import Chunk
 
-class NewRow(NamedTuple):
-    """What a row holds from now on: all known tokens, and the blocks of the cached prefix, before the first chunk's."""
-    row: int
-    token_ids: np.ndarray
-    block_ids: list[int]
-    params: SamplingParams
-    seed: int
+# What a row holds from now on: all known tokens (an array), the blocks of the cached prefix (before the first chunk's).
+NewRow = namedtuple("NewRow", "row token_ids block_ids params seed rules num_prompt_tokens")
 
 class StepInput(NamedTuple):
     """One step, as arrays of length num_chunks unless noted. One-token chunks come first."""
@@ -29,23 +20,22 @@ class StepInput(NamedTuple):
     num_tokens: np.ndarray
     draws_token: np.ndarray     # bool
     block_ids: np.ndarray       # the blocks that the chunks write to, one chunk after the other
-    filtered: list[int]         # chunks whose drawing needs more than temperature and noise
-
+    special: list[int]          # chunks whose drawing needs more than temperature and noise
     @classmethod
     def from_chunks(cls, chunks: list[Chunk], block_size: int) -> "StepInput":
-        new_rows, block_ids, filtered = [], [], []
-        for i, chunk in enumerate(chunks):
+        new_rows, block_ids = [], []
+        for chunk in chunks:
             sequence, first_block = chunk.sequence, chunk.start // block_size
             block_ids += sequence.block_table[first_block:(chunk.end - 1) // block_size + 1]
             if chunk.is_new_row:
                 new_rows.append(NewRow(sequence.row, np.array(sequence.token_ids, np.int32),
-                                       sequence.block_table[:first_block], sequence.params, sequence.seed))
-            if chunk.draws_token and sequence.params.has_filters:
-                filtered.append(i)
+                                       sequence.block_table[:first_block], sequence.params, sequence.seed,
+                                       sequence.rules, sequence.num_prompt_tokens))
+        special = [i for i, c in enumerate(chunks) if c.draws_token and not c.sequence.is_plain]
         numbers = np.array([(c.sequence.row, c.start, c.num_tokens, c.draws_token) for c in chunks], np.int32).T
-        return cls(new_rows, *numbers[:3], numbers[3].astype(bool), np.array(block_ids, np.int32), filtered)
+        return cls(new_rows, *numbers[:3], numbers[3].astype(bool), np.array(block_ids, np.int32), special)
 
-FlatStep = namedtuple("FlatStep", "token_rows positions slot_mapping rows context_lens draw_positions last_indices "
+FlatStep = namedtuple("FlatStep", "token_rows positions slot_mapping context_lens draw_positions rows last_indices "
                       "cu_seqlens_q cu_seqlens_k num_decodes max_seqlen_q max_seqlen_k")
 
 def flatten(step: StepInput, block_size: int, no_draw: int) -> FlatStep:
@@ -59,7 +49,7 @@ def flatten(step: StepInput, block_size: int, no_draw: int) -> FlatStep:
     positions = np.arange(cu_tokens[-1]) + np.repeat(starts - cu_tokens[:-1], num_tokens)
     block_index = positions // block_size + np.repeat(num_blocks.cumsum() - num_blocks - first_blocks, num_tokens)
     return FlatStep(
-        token_rows=np.repeat(step.rows, num_tokens), positions=positions, rows=step.rows,
+        token_rows=np.repeat(step.rows, num_tokens), rows=step.rows, positions=positions,
         slot_mapping=step.block_ids[block_index] * block_size + positions % block_size, context_lens=ends,
         draw_positions=np.where(step.draws_token, ends, no_draw), last_indices=cu_tokens[1:] - 1,
         cu_seqlens_q=cu_tokens[num_decodes:] - num_decodes, num_decodes=num_decodes, max_seqlen_k=int(ends.max()),

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from nanoengine import SamplingParams, kernels, model_runner
-from nanoengine.context import Context
-from nanoengine.cuda_graph import CudaGraphs, default_batch_sizes
+from nanoengine.cuda_graph import CudaGraphs, batch_sizes
 from nanoengine.model_runner import ModelRunner
+from nanoengine.step_input import FlatStep
 from tiny import assert_same_tokens, engine, oracle_for, random_ids
 
 PADDING = [9, 0, 64, 0, 32]
@@ -53,7 +53,7 @@ def capture(batch_sizes, events):
 @pytest.mark.parametrize("max_num_seqs", [*range(1, 18), 20, 40, 100, 256, 511, 512, 513, 1000])
 def test_every_batch_has_the_smallest_bucket_that_holds_it(device_events, max_num_seqs):
     """Case 9. Only batches above 512 have none."""
-    sizes = sorted(set(default_batch_sizes(max_num_seqs)))
+    sizes = batch_sizes(max_num_seqs)
     assert sizes[-1] == min(max_num_seqs, 512) and sizes[0] == 1
     graphs = capture(sizes, device_events)
     for num_seqs in range(1, max_num_seqs + 1):
@@ -85,14 +85,8 @@ def test_a_replay_reads_the_inputs_that_it_is_given(device_events):
     "max_num_seqs, chosen, captured",
     [(8, None, [1, 2, 4, 8]), (20, (64, 4, 4), [4, 20]), (4, (8,), [4]), (40, (1, 2), [1, 2])],
 )
-def test_chosen_sizes_are_sorted_and_no_larger_than_the_largest_batch(monkeypatch, max_num_seqs, chosen, captured):
-    monkeypatch.setattr(kernels, "has_triton", lambda x: True)
-    monkeypatch.setattr(model_runner, "CudaGraphs", lambda decode, sizes, padding, device: sizes)
-    runner = stand_in_runner(max_num_seqs=max_num_seqs, cuda_graph_batch_sizes=chosen)
-    ModelRunner._capture(runner)
-    assert runner.graphs == captured
-    ModelRunner._capture(runner, largest_only=True)
-    assert runner.graphs == captured[-1:]
+def test_chosen_sizes_are_sorted_and_no_larger_than_the_largest_batch(max_num_seqs, chosen, captured):
+    assert batch_sizes(max_num_seqs, chosen) == captured
 
 
 @pytest.mark.parametrize("reason", ["enforce_eager", "no Triton", "capture failed"])
@@ -102,9 +96,9 @@ def test_without_graphs_steps_are_eager(monkeypatch, caplog, reason):
 
     monkeypatch.setattr(kernels, "has_triton", lambda x: reason != "no Triton")
     monkeypatch.setattr(model_runner, "CudaGraphs", fail)
-    runner = stand_in_runner(max_num_seqs=8, enforce_eager=reason == "enforce_eager")
+    runner = stand_in_runner(enforce_eager=reason == "enforce_eager")
     with caplog.at_level(logging.WARNING, "nanoengine"):
-        ModelRunner._capture(runner)
+        ModelRunner._capture(runner, [8])
     assert runner.graphs is None
     assert [("4 GiB are missing" in text, "eager" in text) for text in caplog.messages] == (
         [(True, True)] if reason == "capture failed" else []
@@ -112,9 +106,8 @@ def test_without_graphs_steps_are_eager(monkeypatch, caplog, reason):
 
 
 def stand_in_runner(**config):
-    settings = {"enforce_eager": False, "cuda_graph_batch_sizes": None} | config
     return SimpleNamespace(
-        config=SimpleNamespace(**settings),
+        config=SimpleNamespace(**config),
         device=SimpleNamespace(type="cuda"),
         kv_cache=None,
         graphs=None,
@@ -136,11 +129,11 @@ class PlainGraphs:
         runner, is_live = self.runner, inputs[0] != self.runner.spare_row
         assert inputs.shape == (5, size) and inputs[:, ~is_live].T.tolist() == [runner.padding] * int((~is_live).sum())
         assert is_live.long().diff().max() <= 0  # live rows first
-        rows, positions, slots, context_lens, draw_positions = inputs[:, is_live]
+        rows = inputs[0, is_live]
         self.num_live.append(len(rows))
         none_left = torch.zeros(1, dtype=torch.int64)
-        context = Context(slots, runner.block_tables, rows, context_lens, len(rows), cu_seqlens_q=none_left)
-        drawn, logits = runner._compute(context, rows, positions, draw_positions)
+        step = FlatStep(*inputs[:, is_live], rows, None, none_left, None, len(rows), 1, 1)
+        drawn, logits = runner._compute(step)
         token_ids = torch.full((size,), 10**6, dtype=drawn.dtype)
         all_logits = torch.full((size, logits.shape[1]), math.nan)
         token_ids[is_live], all_logits[is_live] = drawn, logits

@@ -22,11 +22,10 @@ import torch
 import bench
 import tiny
 from nanoengine import LLM, SamplingParams, attention, kernels
-from nanoengine.attention import paged_attention, plain_attention
-from nanoengine.context import Context, reset_context, set_context
+from nanoengine.attention import paged_attention, plain_attention, reset_context, set_context
 from nanoengine.cuda_graph import CudaGraphs
 from nanoengine.decoder import Decoder
-from nanoengine.step_input import StepInput, flatten
+from nanoengine.step_input import FlatStep, StepInput, flatten
 from tiny import assert_same_tokens, oracle_for, random_ids
 
 pytestmark = pytest.mark.gpu
@@ -137,8 +136,8 @@ CHUNKS = {  # (start, num_tokens) of each chunk, and chunk -> (other, n): it beg
 }
 
 
-def paged_step(chunks, shared, shape, uses_flash, block_size=256):
-    """(q, k_cache, v_cache, context) of a bf16 step; the cache is NaN but for the keys that the chunks may see.
+def paged_step(chunks, shared, shape, block_size=256):
+    """(q, k_cache, v_cache, block_tables, context) of a bf16 step; the cache is NaN but for the keys that the chunks may see.
 
     The context is made as the model runner makes it, with rows in no order and, beyond each table, the spare block.
     """
@@ -167,20 +166,9 @@ def paged_step(chunks, shared, shape, uses_flash, block_size=256):
     def to_device(array):
         return torch.as_tensor(array, dtype=torch.int64, device=DEVICE)
 
-    context = Context(
-        slot_mapping=to_device(flat.slot_mapping),
-        block_tables=block_tables,
-        rows=to_device(flat.rows),
-        context_lens=to_device(flat.context_lens),
-        num_decodes=flat.num_decodes,
-        uses_flash=uses_flash,
-        cu_seqlens_q=to_device(flat.cu_seqlens_q),
-        cu_seqlens_k=to_device(flat.cu_seqlens_k),
-        max_seqlen_q=flat.max_seqlen_q,
-        max_seqlen_k=flat.max_seqlen_k,
-    )
+    context = FlatStep(*map(to_device, flat[:9]), *flat[9:])
     q = torch.randn(int(lens.sum()), num_heads, head_dim, device=DEVICE).bfloat16()
-    return q, *caches, context
+    return q, *caches, block_tables, context
 
 
 @pytest.mark.parametrize("chunks, shared", CHUNKS.values(), ids=CHUNKS)
@@ -197,17 +185,17 @@ def test_flash_attention_equals_the_plain_one(shape, chunks, shared, monkeypatch
         return flash(q, *args, **options)
 
     monkeypatch.setattr(attention, "flash_forward", counted)
-    q, k_cache, v_cache, context = paged_step(chunks, shared, shape, uses_flash=True)
+    q, k_cache, v_cache, block_tables, context = paged_step(chunks, shared, shape)
     scale = shape[2] ** -0.5
     set_context(context)
     try:
-        out = paged_attention(q, k_cache, v_cache, scale)
+        out = paged_attention(q, k_cache, v_cache, block_tables, scale)
     finally:
         reset_context()
     assert (out.dtype, out.shape) == (q.dtype, q.shape)
     assert num_queries == [sum(n for _, n in chunks if n > 1)]
     for dtype in (torch.float32, torch.bfloat16):
-        expected = plain_attention(*(x.to(dtype) for x in (q, k_cache, v_cache)), scale, context).double()
+        expected = plain_attention(*(x.to(dtype) for x in (q, k_cache, v_cache)), block_tables, scale, context).double()
         errors = ((out.double() - expected).norm(dim=(1, 2)) / expected.norm(dim=(1, 2))).cpu()
         assert expected.isfinite().all()
         assert (errors < 2e-2).all(), f"{dtype}: {errors.max():.2e} at token {errors.argmax()}"  # NaN fails too

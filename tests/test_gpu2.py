@@ -61,7 +61,7 @@ def test_scores_of_two_ranks_are_those_of_one_within_rounding(qwen):
 
 def test_a_killed_peer_is_noticed_within_seconds(qwen):
     llm = two(qwen)
-    process = llm._ranks._peers[0][0]
+    [(_, process, _)] = llm._ranks._peers.values()
     threading.Timer(1, os.kill, (process.pid, signal.SIGKILL)).start()
     begin = time.monotonic()
     with pytest.raises(RuntimeError, match="rank 1 of 2 failed"):

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from nanoengine import kernels
 from nanoengine.attention import plain_attention
-from nanoengine.context import Context
+from nanoengine.step_input import FlatStep
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 NAN = float("nan")
@@ -48,6 +48,13 @@ def assert_close(actual, expected):
     assert error < tolerance, f"relative error {error:.2e}"  # NaN fails too
 
 
+def plain(function, *args, **options):
+    """What the plain lines make of it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "has_triton", lambda x: False)
+        return function(*args, **options)
+
+
 def ints(values, device):
     return torch.as_tensor(values, dtype=torch.int32, device=device)
 
@@ -73,7 +80,7 @@ def test_add_rms_norm(device, dtype, hidden):
     weight = torch.randn(hidden, device=device).to(dtype)
     for residual in (residual, None):
         normed, total = kernels.add_rms_norm(x, residual, weight, 1e-6)
-        expected_normed, expected_total = kernels.add_rms_norm_plain(x, residual, weight, 1e-6)
+        expected_normed, expected_total = plain(kernels.add_rms_norm, x, residual, weight, 1e-6)
         assert_close(normed, expected_normed)
         assert_close(total, expected_total)
     assert total is x
@@ -93,10 +100,11 @@ def test_rope_and_store(device, dtype, head_dim, num_heads, num_kv_heads, block_
     cos_sin = torch.stack([angles.cos(), angles.sin()], dim=1)
     norms = torch.randn(2, head_dim, device=device).to(dtype) if has_norm else (None, None)
     results = []
-    for rope_and_store in (kernels.rope_and_store, kernels.rope_and_store_plain):
+    for is_plain in (False, True):
         shape = 2, num_blocks, block_size, num_kv_heads, head_dim
         k_cache, v_cache = torch.full(shape, NAN, dtype=dtype, device=device)
-        q = rope_and_store(qkv, positions, slots, cos_sin, k_cache, v_cache, num_heads, *norms, 1e-6)
+        args = qkv, positions, slots, cos_sin, k_cache, v_cache, num_heads, *norms, 1e-6
+        q = plain(kernels.rope_and_store, *args) if is_plain else kernels.rope_and_store(*args)
         results.append((q, k_cache.flatten(0, 1), v_cache.flatten(0, 1)))
     (q, k, v), (expected_q, expected_k, expected_v) = results
     assert q.is_contiguous()
@@ -110,7 +118,7 @@ def test_rope_and_store(device, dtype, head_dim, num_heads, num_kv_heads, block_
 @pytest.mark.parametrize("width", [45, 3072])
 def test_silu_mul(device, dtype, width):
     gate_up = torch.randn(5, 2 * width, device=device).to(dtype) * 30  # exp overflows
-    assert_close(kernels.silu_mul(gate_up), kernels.silu_mul_plain(gate_up))
+    assert_close(kernels.silu_mul(gate_up), plain(kernels.silu_mul, gate_up))
 
 
 def numpy_bits(seed, position, token_ids):
@@ -129,8 +137,8 @@ def test_noise_bits_are_those_of_the_definition():
     seeds, positions = [0, 1, -1, 2**63 - 1, -2**63, 123456789012345], [0, 5, 2**31 - 1, 7, 0, 99]
     token_ids = torch.arange(151936)
     for device in ["cpu"] + ["cuda"] * torch.cuda.is_available():
-        inputs = torch.tensor(seeds), ints(positions, "cpu"), token_ids
-        bits = kernels.noise_bits(*(x.to(device) for x in inputs)).cpu()
+        inputs = torch.tensor(seeds)[:, None], ints(positions, "cpu")[:, None], token_ids
+        bits = kernels.noise_bits(*(x.to(device) for x in inputs), kernels._mix, torch.int32).cpu()
         for row, seed, position in zip(bits, seeds, positions):
             assert np.array_equal(row.numpy(), numpy_bits(seed, position, token_ids.numpy()))
 
@@ -146,15 +154,15 @@ def test_noise_is_standard_gumbel():
 
 def test_noise_at_the_ends_of_its_range_is_finite(monkeypatch):
     monkeypatch.setattr(kernels, "noise_bits", lambda *_: torch.tensor([[0, 1, 2**31 - 1, 2**31 - 2]]))
-    noise = kernels.gumbel_noise(None, None, None)[0]
+    noise = kernels.gumbel_noise(torch.zeros(1), torch.zeros(1), None)[0]
     assert noise.tolist() == pytest.approx([22.18, 21.08, -2.81, -2.81], abs=0.01)
 
 
 def test_draws_follow_the_softmax():
     logits, temperature = torch.tensor([2.0, 1.0, 0.0, -1.0, 0.5, NAN, -3.0, 1.5]).nan_to_num(-torch.inf), 0.7
     n = 40000
-    _, drawn = kernels.sample_plain(logits.expand(n, -1), torch.full((n,), temperature), torch.arange(n),
-                                    ints(range(n), "cpu") % 100)
+    _, drawn = plain(kernels.sample, logits.expand(n, -1), torch.full((n,), temperature), torch.arange(n),
+                     ints(range(n), "cpu") % 100)
     expected = (logits / temperature).softmax(0) * n
     counts = torch.bincount(drawn, minlength=len(logits))
     assert counts[5] == 0
@@ -174,7 +182,7 @@ def sample_inputs(n, vocab, device, dtype=torch.float32):
 def test_sample(device, dtype, n, vocab):
     inputs = sample_inputs(n, vocab, device, dtype)
     scores, token_ids = kernels.sample(*inputs, vocab_start=7)
-    expected_scores, expected_ids = kernels.sample_plain(*inputs, vocab_start=7)
+    expected_scores, expected_ids = plain(kernels.sample, *inputs, vocab_start=7)
     assert token_ids.dtype == torch.int32 and scores.dtype == torch.float32
     torch.testing.assert_close(scores, expected_scores, atol=1e-4, rtol=1e-5)
     logits, temperatures = inputs[:2]
@@ -239,10 +247,10 @@ def attention_inputs(context_lens, num_heads, num_kv_heads, head_dim, block_size
 def decode_attention_plain(q, k_cache, v_cache, block_tables, rows, context_lens, scale):
     """What `attention.plain_attention` says, in float32; zeros for padding."""
     lives = context_lens > 0
-    context = Context(None, block_tables, rows[lives], context_lens[lives], num_decodes=int(lives.sum()),
-                      cu_seqlens_q=torch.zeros(1, dtype=torch.int64))
+    context = FlatStep(None, None, None, context_lens[lives], None, rows[lives], None,
+                       torch.zeros(1, dtype=torch.int64), None, int(lives.sum()), 1, 1)
     out = torch.zeros_like(q)
-    out[lives] = plain_attention(q[lives].float(), k_cache.float(), v_cache.float(), scale, context).to(q.dtype)
+    out[lives] = plain_attention(q[lives].float(), k_cache.float(), v_cache.float(), block_tables, scale, context).to(q.dtype)
     return out
 
 
@@ -281,9 +289,19 @@ def test_plain_attention_is_that_of_torch():
         torch.testing.assert_close(out[i], expected)
 
 
-def test_few_pairs_share_contexts_among_many_programs():
-    assert [kernels.decode_splits(n) for n in (1, 8, 17, 64, 131)] == [(16, 32), (16, 32), (8, 32), (4, 32), (2, 32)]
-    assert kernels.decode_splits(132) == kernels.decode_splits(4096) == (4, 512)
+@pytest.mark.skipif(kernels.triton is None, reason="needs Triton")
+def test_few_pairs_share_contexts_among_many_programs(monkeypatch):
+    launched = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *args, **options: launched.append((grid[0], args[13]))
+
+    monkeypatch.setattr(kernels, "_decode_attention_kernel", Kernel())
+    for pairs in (1, 8, 17, 64, 131, 132, 4096):
+        q, cache = torch.zeros(pairs, 1, 16), torch.zeros(1, 1, 1, 16)
+        kernels.decode_attention(q, cache, cache, ints([[0]], "cpu"), None, None, 1.0)
+    assert launched == [(16, 32), (16, 32), (8, 32), (4, 32), (2, 32), (4, 512), (4, 512)]
 
 
 @pytest.mark.parametrize("in_features, out_features", [

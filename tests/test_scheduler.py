@@ -34,6 +34,10 @@ def names(sequences):
     return "".join(sequence.request_id for sequence in sequences)
 
 
+def has_unfinished(scheduler):
+    return bool(scheduler.waiting or scheduler.running)
+
+
 def free_order(scheduler):
     return list(scheduler.block_manager.free_blocks)
 
@@ -64,14 +68,14 @@ def test_a_prompt_is_computed_whole_and_then_one_token_per_step():
     assert step(scheduler) == [("a", 6, 1, True)]
     assert a.output_token_ids == [1005, 1006, 1007]
     assert (a.status, a.finish_reason, a.row, a.block_table) == (Status.FINISHED, "length", None, [])
-    assert not scheduler.has_unfinished()
+    assert not has_unfinished(scheduler)
     # Tokens 0..6 were computed, the eighth never: two blocks, the last one freed first, behind the unused ones.
     assert free_order(scheduler) == [*range(2, 16), 1, 0]
 
 
 def test_an_idle_scheduler_schedules_nothing():
     scheduler = make()
-    assert scheduler.has_unfinished() is False
+    assert has_unfinished(scheduler) is False
     assert scheduler.schedule() == []
     assert scheduler.update([], []) == []
 
@@ -115,7 +119,7 @@ def test_a_table_holds_exactly_the_blocks_of_the_computed_tokens(block_size, pas
     scheduler = make(num_blocks=needed, block_size=block_size, budget=64)
     a = add(scheduler, "a", num_prompt, max_tokens)
     num_steps = 0
-    while scheduler.has_unfinished():
+    while has_unfinished(scheduler):
         chunks = scheduler.schedule()
         assert len(chunks) == 1
         assert len(a.block_table) == -(-a.num_computed // block_size)
@@ -228,7 +232,7 @@ def test_a_budget_smaller_than_the_number_of_running_sequences_makes_the_younges
     assert step(scheduler) == [("a", 1, 1, True), ("b", 1, 1, True)]
     assert step(scheduler) == [("c", 0, 1, True)]
     assert step(scheduler) == [("c", 1, 1, True)]
-    assert not scheduler.has_unfinished()
+    assert not has_unfinished(scheduler)
 
 
 def test_one_token_chunks_come_first_in_a_step():
@@ -261,7 +265,7 @@ def test_never_more_sequences_than_rows_hold_blocks():
         assert sum(bool(sequence.block_table) for sequence in sequences) == 2
         assert sorted(sequence.row for sequence in scheduler.running) == [0, 1]
         scheduler.update(chunks, made_up(chunks))
-    assert not scheduler.has_unfinished()
+    assert not has_unfinished(scheduler)
     assert [s.output_token_ids for s in sequences] == [[1005, 1006, 1007]] * 6
 
 
@@ -365,7 +369,7 @@ def test_blocks_are_hit_only_when_their_step_is_taken_in(takes_in_at_once, secon
 def test_a_generated_text_is_found_by_the_prompt_that_repeats_it():
     scheduler = make()
     a = add(scheduler, "a", 5, max_tokens=8)
-    while scheduler.has_unfinished():
+    while has_unfinished(scheduler):
         step(scheduler)
     # 13 tokens, of which the last has no KV: three full blocks.
     b = add(scheduler, "b", a.token_ids + [7])
@@ -486,7 +490,7 @@ def test_two_preempted_in_one_step_come_back_in_order_of_arrival():
     for sequence in (c, d):
         assert (sequence.status, sequence.num_computed, sequence.block_table) == (Status.WAITING, 0, [])
     assert len({a.row, b.row}) == 2 and c.row is d.row is None
-    while scheduler.has_unfinished():
+    while has_unfinished(scheduler):
         step(scheduler)
         assert names([*scheduler.running, *scheduler.waiting]) in "abcde"
     assert [s.output_token_ids for s in (a, b, c, d)] == [[1001, 1002, 1003, 1004]] * 4
@@ -548,7 +552,7 @@ def test_no_step_is_scheduled_beyond_the_last_permitted_token():
     third, advanced = late(scheduler, second)
     assert third == [] and advanced == [a]              # only the result was missing
     assert a.output_token_ids == [1003, 1004] and a.finish_reason == "length"
-    assert not scheduler.has_unfinished()
+    assert not has_unfinished(scheduler)
 
 
 def test_one_token_asked_for_is_one_step():
@@ -586,7 +590,7 @@ def test_late_results_give_the_same_tokens_as_immediate_ones():
                 previous, _ = late(scheduler, previous)
             else:
                 step(scheduler)
-        assert not scheduler.has_unfinished()
+        assert not has_unfinished(scheduler)
         outputs.append([(s.output_token_ids, s.finish_reason) for s in sequences])
     assert outputs[0] == outputs[1]
     assert outputs[0][0] == ([1009, 1010, 1011, 1012, 1013], "stop")
@@ -679,7 +683,7 @@ def two_running():
 
 def finishes_alone(scheduler, sequence):
     """The other one is unaffected: it gets all its tokens, in one step each."""
-    while scheduler.has_unfinished():
+    while has_unfinished(scheduler):
         chunks = scheduler.schedule()
         assert [chunk.sequence for chunk in chunks] == [sequence]
         scheduler.update(chunks, made_up(chunks))

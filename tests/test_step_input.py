@@ -43,7 +43,7 @@ def test_a_new_sequence_s_step_holds_its_tokens_settings_and_blocks():
     assert (step.rows.tolist(), step.starts.tolist(), step.num_tokens.tolist()) == ([3], [0], [10])
     assert step.draws_token.tolist() == [True]
     assert step.block_ids.tolist() == [7, 2, 5]
-    assert step.filtered == []
+    assert step.special == []
 
 
 def test_a_known_row_sends_no_tokens_and_only_the_block_that_it_writes():
@@ -96,12 +96,12 @@ def test_chunks_blocks_follow_one_another_in_the_order_of_the_chunks():
     assert [new.row for new in step.new_rows] == [5]
 
 
-def test_filtered_names_the_chunks_that_draw_with_more_than_temperature():
+def test_special_names_the_chunks_that_draw_with_more_than_temperature():
     plain, greedy = SamplingParams(temperature=0.7), SamplingParams(temperature=0, top_k=5)
     chunks = [Chunk(sequence_in_row(row, [row], 3, params), 0, 3, draws, True) for row, (params, draws) in enumerate([
         (plain, True), (SamplingParams(top_k=5), True), (greedy, True), (SamplingParams(top_p=0.5), False),
         (SamplingParams(top_p=0.5), True), (SamplingParams(min_p=0.1), True)])]
-    assert StepInput.from_chunks(chunks, 4).filtered == [1, 4, 5]
+    assert StepInput.from_chunks(chunks, 4).special == [1, 4, 5]
 
 
 def test_a_step_s_arrays_are_int32():

@@ -173,7 +173,7 @@ class Walk:
     def run(self):
         requests, now = self.world.requests, 0
         bound = requests[-1].arrival + 3 * sum(s.max_num_tokens for s in self.sequences) + 3
-        while now <= requests[-1].arrival or self.scheduler.has_unfinished() or any(
+        while now <= requests[-1].arrival or self.scheduler.waiting or self.scheduler.running or any(
                 chunks for chunks, _ in self.in_flight):
             assert now < bound, "no progress"
             for i, request in enumerate(requests):
@@ -194,7 +194,7 @@ class Walk:
                 assert (sequence.output_token_ids, sequence.finish_reason) == (oracle.output, oracle.finish_reason)
 
     def abort(self, sequence):
-        self.seen[f"abort while {sequence.status.value}, {sequence.num_in_flight} in flight"] += 1
+        self.seen[f"abort while {sequence.status.name.lower()}, {sequence.num_in_flight} in flight"] += 1
         self.scheduler.finish(sequence, "abort")
         assert (sequence.status, sequence.finish_reason) == (Status.FINISHED, "abort")
         assert sequence.block_table == [] and sequence.row is None

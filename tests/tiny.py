@@ -276,9 +276,10 @@ def engine_logits(folder, token_ids):
     The prompt is one chunk; its blocks of 4 stand in the cache in falling order.
     """
     from nanoengine.config import ModelConfig
-    from nanoengine.context import Context, reset_context, set_context
+    from nanoengine.attention import reset_context, set_context
     from nanoengine.decoder import Decoder
     from nanoengine.loader import load_weights
+    from nanoengine.step_input import FlatStep
 
     config, n = ModelConfig.from_folder(Path(folder)), len(token_ids)
     model = Decoder(config, n)
@@ -286,12 +287,11 @@ def engine_logits(folder, token_ids):
     positions, num_blocks = torch.arange(n), -(-n // 4)
     blocks = torch.arange(num_blocks - 1, -1, -1)
     shape = (2, config.num_hidden_layers, num_blocks + 1, 4, config.num_key_value_heads, config.head_dim)
-    model.bind_kv_cache(torch.full(shape, math.nan))
+    model.bind_kv_cache(torch.full(shape, math.nan), blocks[None].int())
     bounds = torch.tensor([0, n])
     set_context(
-        Context(
+        FlatStep._make([None] * len(FlatStep._fields))._replace(
             slot_mapping=blocks[positions // 4] * 4 + positions % 4,
-            block_tables=blocks[None].int(),
             rows=torch.tensor([0]),
             context_lens=torch.tensor([n]),
             num_decodes=0,
@@ -303,7 +303,7 @@ def engine_logits(folder, token_ids):
     )
     try:
         with torch.inference_mode():
-            return model.logits(model(torch.tensor(token_ids), positions))
+            return model.lm_head.logits(model(torch.tensor(token_ids), positions))
     finally:
         reset_context()
 
