@@ -14,6 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import timeline
 from nanoengine import LLM, SamplingParams
 
 PROMPTS = [
@@ -90,6 +91,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="ranks (default: 1)")
     parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--stream", action="store_true", help="one prompt after the other, word by word")
+    parser.add_argument("--trace", metavar="FILE.html", help="write a page that shows every step of the run")
     parser.add_argument("--seed", type=int, default=0, help="other seeds, other answers (default: 0)")
     return parser.parse_args()
 
@@ -136,7 +138,8 @@ def main() -> None:
     with LLM(model, seed=args.seed, **options) as llm:
         has_chat_template = llm.tokenizer is not None and bool(llm.tokenizer.chat_template)
         answer = answer_as_streams if args.stream else answer_as_batch
-        answer(llm, args.prompt or PROMPTS, params, has_chat_template)
+        with timeline.recorded(llm, args.trace) if args.trace else contextlib.nullcontext():
+            answer(llm, args.prompt or PROMPTS, params, has_chat_template)
 
 
 if __name__ == "__main__":  # ranks of tensor parallelism are spawned, and import this file again
