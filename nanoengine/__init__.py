@@ -6,4 +6,4 @@ def __getattr__(name):
     if name not in __all__:
         raise AttributeError(f"module 'nanoengine' has no attribute {name!r}; it has {', '.join(__all__)}")
     from nanoengine import llm_engine
-    return getattr(llm_engine, name)
+    return getattr(llm_engine, name.replace("LLM", "LLMEngine"))

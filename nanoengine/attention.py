@@ -1,6 +1,5 @@
-"""Attention over the paged cache: the plain version that defines it, and the equal fast paths. What it must know of the
-step, a `FlatStep` on the device, is a global, so that layers pass only hidden states.
-This step's keys and values are in the cache already (`kernels.rope_and_store`): a chunk looks back at all up to itself.
+"""Attention over the paged cache: the plain version that defines it, and equal fast paths. The step, a `FlatStep` on
+the device, is a global: layers needn't pass it. Its keys and values are in the cache by now (`kernels.rope_and_store`).
     context_lens 7, chunk of 3      keys     | 0 1 2 3 4 5 6 |
                                     queries          | 4 5 6 |      query 4 sees keys 0-4, query 6 sees all"""
 import functools
@@ -18,12 +17,8 @@ except ImportError:
 
 FLASH_BLOCK_SIZE = 256      # its paged version wants multiples
 MOST_PADDED = 1 << 14       # keys that the plain version gathers at once, in one layer: 25 MB for SmolLM2
-
 _current: list[FlatStep] = []           # the step under way
-set_context, reset_context = _current.append, _current.clear
-
-def get_context() -> FlatStep:
-    return _current[-1]
+set_context, get_context, reset_context = _current.append, lambda: _current[-1], _current.clear
 
 @functools.cache
 def reason_against_flash(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
@@ -40,23 +35,20 @@ def reason_against_flash(device: torch.device, dtype: torch.dtype, head_dim: int
         torch.cuda.synchronize(device)
     except RuntimeError as error:
         return f"its build refuses head_dim={head_dim} ({error})"
-    return None
 
 def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, scale: float) -> Tensor:
     """softmax(q k^T * scale) v for every token of this step, causally within its sequence. q [num_tokens, num_heads,
     head_dim], and the same back; caches [num_blocks, block_size, num_kv_heads, head_dim]: query head h reads KV head
     h // (num_heads / num_kv_heads); block_tables [rows, max_blocks] int32."""
-    c, outputs, args = get_context(), [], (k_cache, v_cache, block_tables)
+    c, args = get_context(), (k_cache, v_cache, block_tables)
     n = c.num_decodes if kernels.has_triton(q) else 0               # queries of the decode kernel
-    if n > 0:
-        outputs.append(kernels.decode_attention(q[:n], *args, c.rows, c.context_lens, scale))
-    if n < len(q) and reason_against_flash(q.device, q.dtype, q.shape[2], k_cache.shape[1]):
-        outputs.append(plain_attention(q, *args, scale, c, first_chunk=n))
-    elif n < len(q):
-        outputs.append(flash_forward(
+    parts = [kernels.decode_attention(q[:n], *args, c.rows, c.context_lens, scale)] if n else []
+    if n < len(q):
+        is_plain = reason_against_flash(q.device, q.dtype, q.shape[2], k_cache.shape[1])
+        parts.append(plain_attention(q, *args, scale, c, first_chunk=n) if is_plain else flash_forward(
             q[n:], k_cache, v_cache, c.cu_seqlens_q.int(), c.cu_seqlens_k.int(), c.max_seqlen_q, c.max_seqlen_k, 0.0,
             scale, causal=True, block_table=block_tables[c.rows[n:]])[0])
-    return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 def plain_attention(q, k_cache, v_cache, block_tables, scale, c: FlatStep, first_chunk: int = 0) -> Tensor:
     """The definition, from `first_chunk` on: gather keys through the tables, mask, SDPA. One-token chunks go together,

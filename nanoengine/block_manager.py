@@ -1,5 +1,5 @@
 """Who owns which block of the KV cache. A block holds `block_size` tokens' keys and values; a full one is findable by
-the xxhash of its tokens, chained with its parent's, until it is reused. What was freed first is reused first.
+a hash of its tokens and all before them, until it is reused. What was freed first is reused first.
     tokens       | 0 1 2 3 | 4 5 6 7 | 8 9     |      block_size 4, 10 tokens: ceil(10 / 4) = 3 blocks
     block_table  |   7     |   2     |   5     |      slot of token 6 = 2 * 4 + 2 = 10"""
 from collections import OrderedDict
@@ -12,10 +12,9 @@ from nanoengine.sequence import Sequence
 @dataclass(slots=True)
 class Block:
     ref_count: int = 0
-    key: int | None = None          # chained hash of the tokens; None while not full (or when caching is off)
-    token_ids: tuple[int, ...] = ()
-    parent_id: int = 0              # content id of the block before; 0 is the empty prefix
-    content_id: int = 0             # names the whole prefix that ends here: equal ids, equal tokens
+    key: int | None = None          # hash of the content; None while not full (or when caching is off)
+    content: tuple[int, ...] = ()   # content id of the block before, then the tokens
+    content_id: int = 0     # names the whole prefix that ends here: equal ids, equal tokens; 0 is the empty prefix
 
 class BlockManager:
     """Gives blocks to sequences and takes them back. Only this class writes `Sequence.block_table`."""
@@ -65,18 +64,16 @@ class BlockManager:
         if self.enable_prefix_caching and table:        # it is empty if the sequence was preempted meanwhile
             for i in range(start // self.block_size, end // self.block_size):
                 block = self.blocks[table[i]]
-                block.key, block.token_ids, block.parent_id, twin = self._look_up(sequence.token_ids, i, table)
+                block.key, block.content, twin = self._look_up(sequence.token_ids, i, table)
                 block.content_id = next(self._content_ids) if twin is None else self.blocks[twin].content_id
                 self.index[block.key] = table[i] if twin is None else twin
     def _look_up(self, token_ids: list[int], i: int, table: list[int]) -> tuple:
-        """Key, tokens and parent id of block i of `token_ids`, behind table[:i]; the block that the index has for it,
-        if its tokens and prefix are equal too: a collision of hashes costs a miss, never a wrong answer."""
-        parent = self.blocks[table[i - 1]] if i else Block(key=0)
-        tokens = tuple(token_ids[i * self.block_size:(i + 1) * self.block_size])
-        key = self._key(tokens, parent.key)
-        found = self.blocks[self.index[key]] if key in self.index else Block()
-        is_hit = found.token_ids == tokens and found.parent_id == parent.content_id
-        return key, tokens, parent.content_id, self.index[key] if is_hit else None
+        """Key and content of block i of `token_ids`, behind table[:i]; the block that the index has for it, or None.
+        Contents are compared too: a collision of hashes costs a miss, never a wrong answer."""
+        start, parent_id = i * self.block_size, self.blocks[table[i - 1]].content_id if i else 0
+        content = parent_id, *token_ids[start:start + self.block_size]
+        found = self.index.get(key := self._key(content))
+        return key, content, found if found is not None and self.blocks[found].content == content else None
     @staticmethod
-    def _key(tokens: tuple[int, ...], parent_key: int) -> int:
-        return xxh3_64_intdigest(np.array(tokens, np.int32).tobytes(), seed=parent_key)
+    def _key(content: tuple[int, ...]) -> int:
+        return xxh3_64_intdigest(np.array(content).tobytes())

@@ -1,8 +1,6 @@
-"""Decode steps as CUDA graphs, one per bucket of batch sizes.
-Launched one by one from Python, a small model's hundreds of kernels of a few microseconds leave the GPU idle. A graph
-replays all with one call, at fixed shapes and addresses: a batch is padded, its inputs copied to where the graph reads."""
+"""Decode steps as CUDA graphs. Launched from Python, a small model's hundreds of kernels of a few microseconds leave
+the GPU idle; a graph replays all with one call, at fixed shapes and addresses: batches are padded, inputs copied in."""
 import torch
-from torch import Tensor
 
 def batch_sizes(max_num_seqs: int, chosen=None) -> list[int]:
     """1, 2, 4, 8, multiples of 16 up to 512 (a matrix product's cost changes in such steps), or the chosen ones."""
@@ -17,11 +15,10 @@ class CudaGraphs:
         for size in reversed(batch_sizes):      # largest first: the smaller ones fit into the memory that it took
             inputs = torch.tensor(padding, device=device)[:, None].repeat(1, size)
             decode(inputs)                      # compiles kernels and fills caches outside the capture
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
+            with torch.cuda.graph(graph := torch.cuda.CUDAGraph(), pool=pool):
                 outputs = decode(inputs)
             self.captured[size] = graph, inputs, outputs
-    def replay(self, size: int, inputs: Tensor) -> tuple[Tensor, ...]:
+    def replay(self, size: int, inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """inputs [5, size] int64, pinned. Returns the graph's own output tensors, valid until the next replay."""
         graph, static_inputs, outputs = self.captured[size]
         static_inputs.copy_(inputs, non_blocking=True)

@@ -1,20 +1,19 @@
 """This rank's place among the ranks, and what they do together: collectives of torch.distributed (NCCL, gloo), and on
 GPUs memory that all of them read, so that the norm behind a row-parallel product adds the ranks' parts up by itself."""
-import ctypes
 import logging
 import weakref
+from ctypes import CDLL, Structure, byref, c_char, c_uint64
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-logger = logging.getLogger(__name__)
+Handle = type("Handle", (Structure,), {"_fields_": [("bytes", c_char * 64)]})     # CUDA passes it by value
 
 class Group:
     """`rank` of `size` ranks. With one rank every call is free."""
     def __init__(self, rank: int = 0, size: int = 1):
         self.rank, self.size, self.bases = rank, size, None     # bases: where each rank's memory is, if it is shared
-    def all_reduce(self, x: Tensor, op=dist.ReduceOp.SUM) -> Tensor:
-        """The sum over the ranks, in place."""
+    def all_reduce(self, x: Tensor, op=dist.ReduceOp.SUM) -> Tensor:        # in place
         if self.size > 1:
             dist.all_reduce(x, op)
         return x
@@ -26,27 +25,22 @@ class Group:
         if self.size > 1:
             dist.all_gather(list(out), x.contiguous())
         return out
-    def share(self, num_features: int) -> slice:
-        """This rank's part of `num_features`."""
-        part = num_features // self.size
-        return slice(self.rank * part, (self.rank + 1) * part)
     def share_memory(self, num_tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
         """Let each GPU read and write the others' | arrivals [num_tokens, size] int32 | parts [2, num_tokens, width] |
         (CUDA's inter-process memory, over NVLink). All ranks or none: where it can't be had, sums go through NCCL."""
-        num_bytes, cuda, base, handle = num_tokens * self.size * 4, ctypes.CDLL("libcuda.so.1"), ctypes.c_uint64(), Handle()
+        num_bytes, cuda, base, handle = num_tokens * self.size * 4, CDLL("libcuda.so.1"), c_uint64(), Handle()
         memory = torch.zeros(num_bytes + 2 * num_tokens * width * dtype.itemsize, dtype=torch.uint8, device=device)
-        own, offers, bases = ctypes.c_uint64(memory.data_ptr()), [None] * self.size, []
-        codes = [cuda.cuMemGetAddressRange_v2(ctypes.byref(base), None, own), cuda.cuIpcGetMemHandle(ctypes.byref(handle), own)]
+        own, offers, bases = c_uint64(memory.data_ptr()), [None] * self.size, [memory.data_ptr()] * self.size
+        codes = [cuda.cuMemGetAddressRange_v2(byref(base), None, own), cuda.cuIpcGetMemHandle(byref(handle), own)]
         dist.all_gather_object(offers, (bytes(handle), own.value - base.value))     # behind its allocation's beginning
-        for offer, distance in offers:
-            if offer == bytes(handle):
-                bases.append(own.value)
-                continue
-            codes.append(cuda.cuIpcOpenMemHandle_v2(ctypes.byref(base), Handle.from_buffer_copy(offer), 1))
-            bases.append(base.value + distance)
-            weakref.finalize(self, cuda.cuIpcCloseMemHandle, ctypes.c_uint64(base.value))
+        for rank, (offer, distance) in enumerate(offers):
+            if rank != self.rank:
+                codes.append(cuda.cuIpcOpenMemHandle_v2(byref(base), Handle.from_buffer_copy(offer), 1))
+                bases[rank] = base.value + distance
+                weakref.finalize(self, cuda.cuIpcCloseMemHandle, c_uint64(base.value))
         if self.all_min(torch.tensor(-max(codes), device=device)) < 0:
-            return logger.warning("GPUs can't read each other's memory (CUDA errors %s here), sums go through NCCL", codes)
+            return logging.getLogger(__name__).warning(
+                "GPUs can't read each other's memory (CUDA errors %s here), sums go through NCCL", codes)
         self.bases, self._arrivals, parts = torch.tensor(bases, device=device), memory[:num_bytes], memory[num_bytes:]
         self._parts = list(parts.view(dtype).view(2, num_tokens, width))
         self._many = torch.full_like(self._arrivals, 63, device="cpu").pin_memory()
@@ -54,15 +48,11 @@ class Group:
     def part(self, num_tokens: int) -> Tensor | None:
         """Where this rank's part of a sum goes, or None: anywhere. Two buffers take turns: when one is written again,
         every rank has met the others in the sum between, after it had read this one."""
-        if self.bases is None:
-            return None
-        self._parts.reverse()
-        return self._parts[0][:num_tokens]
+        if self.bases is not None:
+            self._parts.reverse()
+            return self._parts[0][:num_tokens]
     def release(self) -> None:
         """A rank is gone: let kernels end that wait for it. May be called from any thread."""
         if self.bases is not None:
             with torch.cuda.stream(self._stream):
                 self._arrivals.copy_(self._many, non_blocking=True)
-
-class Handle(ctypes.Structure):
-    _fields_ = [("bytes", ctypes.c_char * 64)]

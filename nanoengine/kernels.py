@@ -13,27 +13,25 @@ except ImportError:
 def has_triton(x):
     return triton is not None and (x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1")
 
-@cache
-def _options(device):  # Hopper can start a kernel while the one before still runs (programmatic dependent launch)
-    is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-    return {"PDL": True, "launch_pdl": True} if is_hopper else {"PDL": False}
+_arrivals = cache(lambda device, size: torch.zeros(size, dtype=torch.int32, device=device))  # launches leave them at 0
+_options = cache(lambda device: {"PDL": True, "launch_pdl": True} if device.type == "cuda" and  # Hopper starts a kernel
+                 torch.cuda.get_device_capability(device) >= (9, 0) else {"PDL": False})  # while the last still runs
 
 @jit
-def _follow(PDL: constexpr):  # let the next kernel start; wait for the results of the one before
+def _follow(PDL: constexpr):  # programmatic dependent launch: let the next start; wait for the last one's results
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
 
 def add_rms_norm(x, residual, weight, eps, bases=None, rank=0):
-    """(RMSNorm(x + residual) * weight, x + residual), [n, size]; residual None: (RMSNorm(x) * weight, x).
-    With `bases` [ranks] int64 on CUDA, x is this rank's part of a sum over the ranks (a one-shot all-reduce). Each
-    rank's part lies as far from its base, where counters of arrivals [n, ranks] int32 begin; they are left at zero."""
+    """(RMSNorm(s) * weight, s), [n, size]; s = x + residual, or x. With `bases` [ranks] int64 x is this rank's part
+    of a sum (one-shot all-reduce): all lie as far from their base, where counters [n, ranks] int32 begin, left at 0."""
     if not has_triton(x):
         total = x if residual is None else x + residual
         return torch.rms_norm(total, total.shape[1:], eps=eps) * weight, total
-    normed, tile, num_ranks = torch.empty_like(x), triton.next_power_of_2(x.shape[1]), 1 if bases is None else len(bases)
+    normed, tile, ranks = torch.empty_like(x), triton.next_power_of_2(x.shape[1]), 1 if bases is None else len(bases)
     total = x if residual is None and bases is None else torch.empty_like(x)
-    _add_rms_norm_kernel[(len(x),)](x, residual, weight, normed, total, bases, eps, x.shape[1], tile, rank, num_ranks,
+    _add_rms_norm_kernel[(len(x),)](x, residual, weight, normed, total, bases, eps, x.shape[1], tile, rank, ranks,
                                     num_warps=min(max(tile // 256, 1), 16), **_options(x.device))
     return normed, total
 
@@ -41,15 +39,22 @@ def add_rms_norm(x, residual, weight, eps, bases=None, rank=0):
 def _add_rms_norm_kernel(x, residual, weight, normed, total, bases, eps, SIZE: constexpr, TILE: constexpr,
                          RANK: constexpr, RANKS: constexpr, PDL: constexpr):
     _follow(PDL)
-    column = tl.arange(0, TILE)
+    column, here = tl.arange(0, TILE), tl.program_id(0) * RANKS
     place, mask = tl.program_id(0).to(tl.int64) * SIZE + column, column < SIZE
     if bases is None:
         h = tl.load(x + place, mask, 0.0)
     else:
-        _meet(bases, RANK, RANKS)
+        for i in tl.static_range(RANKS):  # wait until this program has begun on every rank
+            tl.atomic_add(tl.load(bases + i).to(tl.pointer_type(tl.int32)) + here + RANK, 1, sem="release", scope="sys")
+        mine = tl.load(bases + RANK).to(tl.pointer_type(tl.int32)) + here
+        for i in tl.static_range(RANKS):
+            while tl.atomic_add(mine + i, 0, sem="acquire", scope="sys") < 1:
+                pass
+            tl.atomic_add(mine + i, -1, sem="relaxed", scope="sys")
+        tl.debug_barrier()  # all warps' loads come after that
         h, distance = tl.zeros([TILE], tl.float32), x.to(tl.int64) - tl.load(bases + RANK)
-        for other in tl.static_range(RANKS):
-            part = tl.multiple_of((tl.load(bases + other) + distance).to(x.dtype), 16)
+        for i in tl.static_range(RANKS):
+            part = tl.multiple_of((tl.load(bases + i) + distance).to(x.dtype), 16)
             h += tl.load(part + place, mask, 0.0, cache_modifier=".cg").to(tl.float32)
         h = h.to(x.dtype.element_ty)
     if residual is not None:
@@ -58,19 +63,6 @@ def _add_rms_norm_kernel(x, residual, weight, normed, total, bases, eps, SIZE: c
         tl.store(total + place, h, mask)
     scale = tl.rsqrt(tl.sum(h.to(tl.float32) * h) / SIZE + eps)
     tl.store(normed + place, (h * scale).to(h.dtype) * tl.load(weight + column, mask, 0.0), mask)
-
-@jit
-def _meet(bases, RANK: constexpr, RANKS: constexpr):  # wait until this program has begun on every rank
-    here = tl.program_id(0) * RANKS
-    for other in tl.static_range(RANKS):
-        there = tl.load(bases + other).to(tl.pointer_type(tl.int32)) + here + RANK
-        tl.atomic_add(there, 1, sem="release", scope="sys")
-    mine = tl.load(bases + RANK).to(tl.pointer_type(tl.int32)) + here
-    for other in tl.static_range(RANKS):
-        while tl.atomic_add(mine + other, 0, sem="acquire", scope="sys") < 1:
-            pass
-        tl.atomic_add(mine + other, -1, sem="relaxed", scope="sys")
-    tl.debug_barrier()  # all warps' loads come after that
 
 def rope_and_store(qkv, positions, slots, cos_sin, k_cache, v_cache, num_heads, q_norm, k_norm, eps):
     """Rotate q and k by position (halves paired, as HF's `rotate_half`), store k and v: q [n, num_heads, head_dim].
@@ -81,8 +73,7 @@ def rope_and_store(qkv, positions, slots, cos_sin, k_cache, v_cache, num_heads, 
         qk, v = qkv.unflatten(1, (-1, 2 * half)).split([num_heads + num_kv_heads, num_kv_heads], dim=1)
         if q_norm is not None:
             qk = torch.rms_norm(qk, (2 * half,), eps=eps) * torch.stack([q_norm] * num_heads + [k_norm] * num_kv_heads)
-        a, b = qk.float().chunk(2, dim=-1)                      # [n, num_heads + num_kv_heads, head_dim / 2]
-        cos, sin = cos_sin[positions][:, :, None].unbind(1)     # [n, 1, head_dim / 2]
+        (a, b), (cos, sin) = qk.float().chunk(2, dim=-1), cos_sin[positions][:, :, None].unbind(1)  # [n, heads|1, half]
         qk = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(qkv.dtype)
         k_cache.flatten(0, 1)[slots], v_cache.flatten(0, 1)[slots] = qk[:, num_heads:], v
         return qk[:, :num_heads]
@@ -142,7 +133,6 @@ def noise_bits(seeds, positions, token_ids, mix, int32):  # torch and Triton run
     return mix(mix(key ^ positions.to(int32)) ^ token_ids.to(int32) * -0x61C88647) & 0x7FFFFFFF  # 0x9E3779B9
 
 _mix_jit, _noise_bits_jit = jit(_mix), jit(noise_bits)
-_arrivals = cache(lambda device: torch.zeros(1 << 17, dtype=torch.int32, device=device))  # a launch leaves them at zero
 
 def gumbel_noise(seeds, positions, token_ids):  # standard Gumbel [n, vocab] float32, a function of these alone
     bits = noise_bits(seeds[:, None], positions[:, None], token_ids, _mix, torch.int32)
@@ -183,16 +173,16 @@ def _sample_kernel(logits, temperatures, seeds, positions, part_scores, part_ids
 
 def decode_attention(q, k_cache, v_cache, block_tables, rows, context_lens, scale, splits=None):
     """`attention.plain_attention` of one token a sequence (flash-decoding: PyTorch blog, 2023). q [n, num_heads, size];
-    rows, context_lens [n or more] as in `Context`, 0 keys giving zeros. CUDA only; call once before any capture."""
+    rows, context_lens [n or more] as in `FlatStep`, 0 keys giving zeros. CUDA only; call once before any capture."""
     (n, num_heads, head_dim), (block_size, num_kv_heads) = q.shape, k_cache.shape[1:3]
     pairs, group = n * num_kv_heads, num_heads // num_kv_heads  # programs: two waves on 132 processors, if many four
     num_splits, min_split = splits or ((4, 512) if pairs >= 132 else (1 << min(264 // pairs, 16).bit_length() - 1, 32))
     part_out, part_lse = (torch.empty(n * num_heads * num_splits * size, device=q.device) for size in (head_dim, 1))
     out, head_tile, dim_tile = torch.empty_like(q), *(max(triton.next_power_of_2(x), 16) for x in (group, head_dim))
     _decode_attention_kernel[num_splits, num_kv_heads, n](  # exp(x) = exp2(x * log2(e)), and exp2 is one instruction
-        q, k_cache, v_cache, block_tables, rows, context_lens, out, part_out, part_lse, _arrivals(q.device),
-        scale * 1.4426950408889634, block_tables.shape[1], num_splits, min_split, num_kv_heads, group, block_size,
-        head_tile, head_dim, dim_tile, num_warps=2, num_stages=5, **_options(q.device))
+        q, k_cache, v_cache, block_tables, rows, context_lens, out, part_out, part_lse, _arrivals(q.device,
+        triton.next_power_of_2(pairs)), scale * 1.4426950408889634, block_tables.shape[1], num_splits, min_split,
+        num_kv_heads, group, block_size, head_tile, head_dim, dim_tile, num_warps=2, num_stages=5, **_options(q.device))
     return out
 
 @jit

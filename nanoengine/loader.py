@@ -20,9 +20,9 @@ def load_weights(folder: Path, sources: Iterable[Source]) -> None:
     unexpected = {n for n in files if n != "lm_head.weight" and not n.endswith("rotary_emb.inv_freq")} - sources.keys()
     for problem, names in (("is missing", sources.keys() - files), ("is not part of this model", unexpected)):
         refuse_if(names, f"{folder}: tensor {min(names, default=None)} {problem} ({len(names)} such)")
-    for name, (_, destination, full_shape, part) in sources.items():
+    for name, (_, destination, wanted, rank) in sources.items():
         with safe_open(files[name], "pt", device=str(destination.device)) as tensors:
-            tensor = tensors.get_slice(name)
-            shape, wanted = tensor.get_shape(), list(full_shape)
+            shape = tuple((tensor := tensors.get_slice(name)).get_shape())
             refuse_if(shape != wanted, f"{files[name]}: tensor {name} has shape {shape}, config.json implies {wanted}")
-            destination.copy_(tensor[part])
+            starts = [rank * size % full for size, full in zip(destination.shape, shape)]   # 0 where nothing is cut
+            destination.copy_(tensor[tuple(slice(s, s + size) for s, size in zip(starts, destination.shape))])

@@ -1,13 +1,11 @@
-"""Rank 0 calls its peers (the tensor-parallel processes) by pickled messages in shared memory. A message goes to all of
-them, in parts that fit the segment; one semaphore per peer says "a part is there", one "I have copied it". On either
-side a thread watches the other: when a peer ends, all that waits for it on rank 0 ends too."""
+"""Rank 0 calls its peers (the tensor-parallel processes) by pickled messages in shared memory: to all of them, in parts
+that fit, which each peer acknowledges. Either side watches the other: when one ends, all that waits for it ends too."""
 import multiprocessing.connection
 import os
 import pickle
 import signal
 import socket
 import threading
-import time
 import traceback
 import torch
 import torch.distributed as dist
@@ -15,106 +13,102 @@ from nanoengine.group import Group
 from nanoengine.model_runner import ModelRunner
 
 class Channel:
-    """One writer (rank 0), `num_peers` readers. Pass it to the peers' processes when they are started."""
+    """One writer (rank 0), `num_peers` readers: they wait for a message. Pass it to their processes at their start."""
     def __init__(self, num_peers: int, spawn, segment_bytes: int = 1 << 20):
         self.segment, self.number = spawn.RawArray("B", segment_bytes), 0
-        self.header = spawn.RawArray("Q", 3)        # of a part: its number, its bytes, the bytes to come after it
-        self.signals = [(spawn.Semaphore(0), spawn.Semaphore(1)) for _ in range(num_peers)]     # (written, copied)
+        self.header = spawn.RawArray("Q", 2)        # of a part: its number, and the bytes of its whole message
+        self.written, self.copied = [spawn.Semaphore(0) for _ in range(num_peers)], spawn.Semaphore(num_peers)
     def send(self, message, check=lambda: None) -> None:
         """Write for all peers; `check` is called now and then while one of them makes us wait, and may raise."""
         data, room = pickle.dumps(message, pickle.HIGHEST_PROTOCOL), len(self.segment)
-        for start in range(0, len(data), room):
-            part = data[start:start + room]
-            for _, copied in self.signals:
-                while not copied.acquire(timeout=0.2):
+        for part in (data[start:start + room] for start in range(0, len(data), room)):
+            for _ in self.written:
+                while not self.copied.acquire(timeout=0.2):
                     check()
             self.number += 1
-            self.header[:] = self.number, len(part), len(data) - start - len(part)
+            self.header[:] = self.number, len(data)
             memoryview(self.segment).cast("B")[:len(part)] = part
-            for written, _ in self.signals:
+            for written in self.written:
                 written.release()
     def receive(self, peer: int):
         """The next message, whole. Blocks until it is there; raises RuntimeError if a part was missed."""
-        (written, copied), data, rest = self.signals[peer], bytearray(), True
-        while rest:
-            written.acquire()
+        data, num_bytes = bytearray(), 1
+        while len(data) < num_bytes:
+            self.written[peer].acquire()
             self.number += 1
-            number, length, rest = self.header
+            number, num_bytes = self.header
             if number != self.number:
                 raise RuntimeError(f"message {number} arrived where {self.number} was expected")
-            data += memoryview(self.segment).cast("B")[:length]
-            copied.release()
+            data += memoryview(self.segment).cast("B")[:num_bytes - len(data)]
+            self.copied.release()
         return pickle.loads(data)
 
 class Ranks:
-    """The model runners of all ranks, called as one. `arguments` are ModelRunner's (folder, model_config, config).
-    A peer that raises or dies makes the call under way, or the next, close everything and raise a RuntimeError with its
-    traceback. An error of rank 0 closes everything too, but a single rank survives one (unless it is the device's)."""
+    """All ranks' model runners, called as one. A peer that raises or dies makes this call or the next close everything
+    and raise a RuntimeError that says why; so does rank 0's error, but a single rank survives any but the device's."""
     def __init__(self, *arguments):
-        self.size, self.is_closed, self._peers = arguments[-1].tensor_parallel_size, False, {}
-        self.runner = self.channel = self.failure = self._server = self._watcher = None
-        self._group = Group(0, self.size)
-        self.runner = self._guard(self._start, arguments) if self.size > 1 else ModelRunner(*arguments)
+        self._group, self._peers = Group(0, arguments[-1].tensor_parallel_size), {}
+        self.runner = self.channel = self.failure = self._server = self._watcher = None     # failure: why it is closed
+        self.runner = self._guard(self._start, arguments) if self._group.size > 1 else ModelRunner(*arguments)
     def _start(self, arguments) -> ModelRunner:
         if dist.is_initialized():
             raise RuntimeError("tensor_parallel_size > 1: torch has a process group already; close its engine first")
         spawn, listener = multiprocessing.get_context("spawn"), socket.create_server(("127.0.0.1", 0))  # a free port
-        self.channel, port = Channel(self.size - 1, spawn), listener.getsockname()[1]
+        self.channel, port = Channel(self._group.size - 1, spawn), listener.getsockname()[1]
         self._server = dist.TCPStore("127.0.0.1", port, is_master=True, master_listen_fd=listener.detach())
         store = dist.TCPStore("127.0.0.1", port)        # a connection of its own: it breaks when the server ends
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])    # inherited: Ctrl-C is rank 0's alone
         try:
-            for rank in range(1, self.size):
+            for group in (Group(rank, self._group.size) for rank in range(1, self._group.size)):
                 error = spawn.RawArray("u", 1 << 14)        # the traceback of what ends it
-                process = spawn.Process(target=serve, args=(rank, port, self.channel, error, arguments), daemon=True)
+                process = spawn.Process(target=serve, args=(group, port, self.channel, error, arguments), daemon=True)
                 process.start()
-                self._peers[process.sentinel] = rank, process, error
+                self._peers[process.sentinel] = group.rank, process, error
             self._watcher = threading.Thread(target=self._watch, daemon=True)
             self._watcher.start()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         return join(store, self._group, *arguments)
-    def _watch(self) -> None:
-        """Runs in a thread: when a peer has ended, note why (if nobody asked it to), and end all waits for it."""
+    def _watch(self) -> None:   # in a thread: when a peer has ended, note why (unless we end it); no more waiting
         rank, process, error = self._peers[multiprocessing.connection.wait(self._peers)[0]]
         process.join()
-        if not self.is_closed:
-            hint = " (does your script lack `if __name__ == '__main__':`?)" if process.exitcode == 1 else ""
-            self.failure = f"rank {rank} of {self.size} failed: {error.value or f'exit code {process.exitcode}{hint}'}"
+        if not self.failure:
+            why = error.value or f"exit code {process.exitcode} (if 1: has your script `if __name__ == '__main__':`?)"
+            self.failure = f"rank {rank} of {self._group.size} failed, so the engine is closed: {why}"
         self._group.release()
         if dist.is_initialized():
             dist.distributed_c10d._abort_process_group()
         self._server = None         # ends waits in `join`
-    def _check(self) -> None:
+    def check(self) -> None:
         if self.failure:
+            self.close()
             raise RuntimeError(self.failure)
     def _guard(self, function, *args):
         try:
             result = function(*args)
-            self._check()
+            self.check()
             return result
         except BaseException as error:
             if self._watcher and isinstance(error, Exception):
                 self._watcher.join(3)       # if a peer is to blame, we will know soon
+            self.check()
             if self._peers or isinstance(error, getattr(torch, "AcceleratorError", ())):
                 self.close()
-            self._check()
             raise
     def call(self, method: str, *args):
         """`ModelRunner.method(*args)` on every rank; returns rank 0's result, maybe before the peers are done."""
-        if self.is_closed:
-            raise RuntimeError(self.failure or "the engine is closed")
+        self.check()
         if self._peers:
-            self._guard(self.channel.send, (method, args), self._check)
+            self._guard(self.channel.send, (method, args), self.check)
         return self._guard(getattr(self.runner, method), *args)
     def token_ids(self, launch) -> list[int]:
         """A launched step's tokens. With peers, the wait is no call into CUDA that a dead one could make endless."""
         while self._peers and not launch.is_done():
-            self._guard(time.sleep, 2e-5)
+            self._guard(self._watcher.join, 2e-5)
         return self._guard(launch.token_ids)
     def close(self) -> None:
         """End the peers, whatever they do, and free everything. May be called twice."""
-        self.is_closed, self.runner = True, None
+        self.runner, self.failure = None, self.failure or "the engine is closed"
         for _, process, _ in self._peers.values():
             process.kill()
             process.join()
@@ -124,22 +118,20 @@ class Ranks:
 
 def join(store, group: Group, *arguments) -> ModelRunner:
     """Meet the other ranks at the store, then load this rank's share."""
-    backend = {"cuda": "nccl", "cpu": "gloo"}[arguments[-1].device]
-    if backend == "nccl":
-        torch.cuda.set_device(group.rank)
+    on_gpu = arguments[-1].device == "cuda"
+    torch.cuda.set_device(group.rank if on_gpu else -1)     # -1: none
     dist.distributed_c10d._world.group_count = 0    # part of the keys; a join that failed here before has raised it
-    dist.init_process_group(backend, store=store, rank=group.rank, world_size=group.size)
+    dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=group.rank, world_size=group.size)
     return ModelRunner(*arguments, group)
 
-def serve(rank: int, port: int, channel: Channel, error, arguments) -> None:
+def serve(group: Group, port: int, channel: Channel, error, arguments) -> None:
     """A peer's whole life: join, load, then do as rank 0 does, until that ends it, or ends."""
     threading.Thread(target=lambda: os._exit(multiprocessing.parent_process().join() or 1), daemon=True).start()
     try:
-        group = Group(rank, arguments[-1].tensor_parallel_size)
         torch.set_num_threads(max(1, torch.get_num_threads() // group.size))
         runner = join(dist.TCPStore("127.0.0.1", port), group, *arguments)
         while True:
-            method, args = channel.receive(rank - 1)
+            method, args = channel.receive(group.rank - 1)
             getattr(runner, method)(*args)
     except BaseException:
         error.value = traceback.format_exc()[-len(error):]

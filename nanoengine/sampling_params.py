@@ -1,17 +1,11 @@
 """What a caller may ask of one request. What depends on a model (vocabulary, length) is checked when it is added."""
-from collections.abc import Mapping
+from collections import namedtuple
 from dataclasses import dataclass
 from math import inf
 from numbers import Integral, Real
-from typing import NamedTuple
 
-class Rule(NamedTuple):
-    """Adds `bias` to a token's logit in draws at positions [start, end) that come right behind the tokens `prefix`."""
-    prefix: tuple[int, ...]
-    token_id: int
-    bias: float             # -inf bans the token
-    start: int
-    end: int
+# Adds `bias` (-inf bans) to a token's logit in draws at positions [start, end) right behind the tokens `prefix`.
+Rule = namedtuple("Rule", "prefix token_id bias start end")
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -28,7 +22,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0         # > 1 divides (multiplies, if negative) logits of tokens seen, prompt too
     frequency_penalty: float = 0.0          # subtracted from a logit once per time that its token was drawn
     presence_penalty: float = 0.0           # the same, once
-    logit_bias: Mapping[int, float] | None = None   # token id -> what is added to its logit
+    logit_bias: dict[int, float] | None = None      # token id -> what is added to its logit
     min_tokens: int = 0                     # no end token among the first so many new ones
     bad_words: str | tuple[str, ...] = ()   # the tokens of such a word, also behind a space, are never drawn in a row
     logprobs: int | None = None             # report the log-probabilities of so many likeliest tokens and the drawn one
@@ -41,12 +35,11 @@ class SamplingParams:
                 ("max_tokens", Integral, lambda v: v >= 1, "an integer >= 1"),
                 ("top_k", Integral, lambda v: v >= 0, "an integer >= 0 (0 keeps all tokens)"),
                 ("min_tokens", Integral, lambda v: 0 <= v <= self.max_tokens, f"in [0, max_tokens={self.max_tokens}]"),
-                ("seed", Integral | None, lambda v: v is None or 0 <= v < 2**63, "None or in [0, 2**63)"),
-                ("logprobs", Integral | None, lambda v: v is None or v >= 0, "None or an integer >= 0"),
+                ("seed logprobs", Integral | None, lambda v: v is None or 0 <= v < 2**63, "None or in [0, 2**63)"),
                 ("stop bad_words", tuple, lambda v: all(isinstance(s, str) and s for s in v), "non-empty strings"),
                 ("stop_token_ids", tuple, lambda v: all(isinstance(t, Integral) for t in v), "integers"),
-                ("logit_bias", Mapping | None, lambda v: all(isinstance(t, Integral) and isinstance(b, Real) and abs(b) < inf
-                                                             for t, b in (v or {}).items()), "token id -> finite number")):
+                ("logit_bias", dict | None, lambda v: all(isinstance(token_id, Integral) and isinstance(bias, Real)
+                    and abs(bias) < inf for token_id, bias in (v or {}).items()), "token id -> finite number")):
             for name in names.split():
                 value = getattr(self, name)
                 if kind is tuple and (value is None or hasattr(value, "__iter__")):
@@ -54,16 +47,10 @@ class SamplingParams:
                     object.__setattr__(self, name, value)
                 if isinstance(value, bool) or not isinstance(value, kind) or not is_valid(value):
                     raise ValueError(f"SamplingParams: {name}={value!r}, but it must be {wanted}")
-    @property
-    def has_filters(self) -> bool:
-        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
-    @property
-    def has_penalties(self) -> bool:
-        return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1, 0, 0)
-    @property
-    def is_plain(self) -> bool:             # whether temperature and noise are all that drawing needs
-        return not (self.has_filters or self.has_penalties or self.logit_bias or self.min_tokens or self.bad_words
-                    or self.logprobs is not None)
+    has_filters = property(lambda p: p.temperature > 0 and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0))
+    has_penalties = property(lambda p: (p.repetition_penalty, p.frequency_penalty, p.presence_penalty) != (1, 0, 0))
+    is_plain = property(lambda p: not (p.has_filters or p.has_penalties or p.logit_bias or p.min_tokens or p.bad_words
+                                       or p.logprobs is not None))      # temperature and noise are all it needs
     def rules(self, num_prompt_tokens: int, stop_token_ids, bad_words) -> list[Rule]:
         """logit_bias, min_tokens and bad_words (each a tuple of token ids, within the output) as rules."""
         forever, first_end = 1 << 62, num_prompt_tokens + self.min_tokens

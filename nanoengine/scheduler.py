@@ -2,6 +2,7 @@
 as the budget allows; what is left admits waiting ones, in order of arrival. If a running one needs a block and none is
 free, the youngest is preempted. Nothing here knows tensors, text or devices."""
 from collections import deque
+from itertools import islice
 from nanoengine.block_manager import BlockManager
 from nanoengine.sequence import Chunk, Sequence, Status
 
@@ -16,36 +17,33 @@ class Scheduler:
     def schedule(self) -> list[Chunk]:
         """The next step's chunks, one-token ones first; none if there is nothing to compute. Their sequences get the
         blocks they will write to, and the tokens count as computed: the device runs steps in order of launch."""
-        chunks, budget, num_preemptions = [], self.max_num_batched_tokens, self.num_preemptions
-        for sequence in list(self.running):
+        chunks, budget, victim = [], self.max_num_batched_tokens, None
+        for sequence in (*self.running, *islice(self.waiting, len(self.free_rows))):
+            is_new_row = sequence.status is Status.WAITING
+            if is_new_row:
+                if victim or not budget:        # after a preemption the pool is full, and a token may be in flight
+                    break
+                hits = self.block_manager.find_prefix(sequence.token_ids)
+                if not self.block_manager.allocate(sequence, sequence.num_tokens, hits):
+                    break
+                self.running.append(self.waiting.popleft())
+                sequence.status, sequence.row = Status.RUNNING, self.free_rows.pop()
+                sequence.num_computed = len(hits) * self.block_manager.block_size
+                if sequence.num_cached_tokens is None:
+                    sequence.num_cached_tokens = sequence.num_computed
             end = sequence.num_computed + min(sequence.num_uncomputed, budget)
             while sequence.status is Status.RUNNING and not self.block_manager.allocate(sequence, end):
-                self.num_preemptions += 1
                 victim = self.running[-1]                           # perhaps this very one
                 self.finish(victim, None)                           # for now
                 victim.status, victim.num_computed = Status.WAITING, 0
                 self.waiting.appendleft(victim)
-            if end > sequence.num_computed and sequence.status is Status.RUNNING:
-                budget -= self._append_chunk(chunks, sequence, end)
-        # After a preemption the pool is full, and the victim's token may be in flight: nobody is admitted.
-        while self.waiting and self.free_rows and budget and self.num_preemptions == num_preemptions:
-            sequence = self.waiting[0]
-            hits = self.block_manager.find_prefix(sequence.token_ids)
-            if not self.block_manager.allocate(sequence, sequence.num_tokens, hits):
-                break
-            self.running.append(self.waiting.popleft())
-            sequence.status, sequence.row = Status.RUNNING, self.free_rows.pop()
-            sequence.num_computed = len(hits) * self.block_manager.block_size
-            if sequence.num_cached_tokens is None:
-                sequence.num_cached_tokens = sequence.num_computed
-            end = sequence.num_computed + min(sequence.num_uncomputed, budget)
-            budget -= self._append_chunk(chunks, sequence, end, is_new_row=True)
+                self.num_preemptions += 1
+            start, draws_token = sequence.num_computed, end == sequence.num_tokens
+            if end > start and sequence.status is Status.RUNNING:
+                chunks.append(Chunk(sequence, start, end - start, draws_token, is_new_row))
+                sequence.num_computed, sequence.num_in_flight = end, sequence.num_in_flight + draws_token
+                budget -= end - start
         return sorted(chunks, key=lambda chunk: chunk.num_tokens > 1)
-    def _append_chunk(self, chunks: list[Chunk], sequence: Sequence, end: int, is_new_row: bool = False) -> int:
-        start, draws_token, sequence.num_computed = sequence.num_computed, end == sequence.num_tokens, end
-        sequence.num_in_flight += draws_token
-        chunks.append(Chunk(sequence, start, end - start, draws_token, is_new_row))
-        return end - start
     def update(self, chunks: list[Chunk], token_ids: list[int]) -> list[Sequence]:
         """Take in a finished step: `token_ids[i]` is what chunk i drew, if any. Returns the sequences that got one;
         those that end with it have a `finish_reason`. Tokens of sequences that ended meanwhile are dropped."""

@@ -1,26 +1,19 @@
-"""A step as plain data: what rank 0 sends to every rank, and the flat arrays that every rank makes of it. Only
-differences travel: a sequence's tokens and settings once, when it gets its row; per step, where its chunk lies and
-which blocks it writes to. The ranks' persistent state has the rest. No Python loop runs over tokens.
+"""A step as plain data: what rank 0 sends to every rank, and the flat arrays that each makes of it. Only differences
+travel: a sequence's tokens and settings once, when it gets its row; per step, its chunk's place and its blocks.
     three chunks   num_tokens [1, 3, 2], starts [6, 0, 4]
     positions      | 6 | 0 1 2 | 4 5 |
     cu_seqlens_q   0   1       4     6         context_lens (keys seen by a chunk's last token)  [7, 3, 6]"""
 from collections import namedtuple
-from typing import NamedTuple
 import numpy as np
 from nanoengine.sequence import Chunk
 
 # What a row holds from now on: all known tokens (an array), the blocks of the cached prefix (before the first chunk's).
 NewRow = namedtuple("NewRow", "row token_ids block_ids params seed rules num_prompt_tokens")
 
-class StepInput(NamedTuple):
-    """One step, as arrays of length num_chunks unless noted. One-token chunks come first."""
-    new_rows: list[NewRow]
-    rows: np.ndarray
-    starts: np.ndarray
-    num_tokens: np.ndarray
-    draws_token: np.ndarray     # bool
-    block_ids: np.ndarray       # the blocks that the chunks write to, one chunk after the other
-    special: list[int]          # chunks whose drawing needs more than temperature and noise
+class StepInput(namedtuple("StepInput", "new_rows rows starts num_tokens draws_token block_ids special")):
+    """One step. new_rows: NewRows. Arrays of length num_chunks, one-token chunks first: rows, starts, num_tokens,
+    draws_token (bool). block_ids: the blocks that the chunks write to, one chunk after the other. special: a list of
+    the chunks whose drawing needs more than temperature and noise."""
     @classmethod
     def from_chunks(cls, chunks: list[Chunk], block_size: int) -> "StepInput":
         new_rows, block_ids = [], []

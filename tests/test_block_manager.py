@@ -37,7 +37,7 @@ def free_order(manager):
 def index_of(manager):
     """The prefix index, with the block's own tokens in place of the hash."""
     assert all(manager.blocks[block_id].key == key for key, block_id in manager.index.items())
-    return {manager.blocks[block_id].token_ids: block_id for block_id in manager.index.values()}
+    return {manager.blocks[block_id].content[1:]: block_id for block_id in manager.index.values()}
 
 
 def ref_counts(manager):
@@ -46,7 +46,7 @@ def ref_counts(manager):
 
 def everything(manager):
     return (free_order(manager), dict(manager.index),
-            [(b.ref_count, b.key, b.token_ids, b.parent_id, b.content_id) for b in manager.blocks])
+            [(b.ref_count, b.key, b.content, b.content_id) for b in manager.blocks])
 
 
 # --- Blocks and their number
@@ -258,7 +258,7 @@ def test_a_reused_block_is_no_longer_found_and_has_no_key():
     other = allocated(manager, 9)
     assert other.block_table == [1]
     assert index_of(manager) == {(1, 2, 3, 4): 0}
-    assert manager.blocks[1].key is None and manager.blocks[1].token_ids == ()
+    assert manager.blocks[1].key is None and manager.blocks[1].content == ()
     assert manager.find_prefix(ONE_TO_EIGHT + [9]) == [0]
 
 
@@ -484,7 +484,7 @@ def test_an_orphaned_child_is_not_found_behind_another_parent():
 
 @pytest.fixture
 def colliding(monkeypatch):
-    monkeypatch.setattr(BlockManager, "_key", staticmethod(lambda tokens, parent_key: 42))
+    monkeypatch.setattr(BlockManager, "_key", staticmethod(lambda content: 42))
 
 
 def test_with_one_hash_for_everything_the_answer_is_a_miss_and_never_wrong(colliding):
@@ -514,7 +514,7 @@ def test_colliding_blocks_are_no_twins(colliding):
 @pytest.mark.parametrize("modulus", [1, 2, 5])
 def test_every_hit_holds_the_prompt_s_own_tokens_whatever_the_hash(monkeypatch, modulus):
     """Random prompts of two token ids; a note of what each block really holds is kept beside the manager."""
-    monkeypatch.setattr(BlockManager, "_key", staticmethod(lambda tokens, parent_key: sum(tokens) % modulus))
+    monkeypatch.setattr(BlockManager, "_key", staticmethod(lambda content: sum(content[1:]) % modulus))
     manager, holds, draw, num_hits = BlockManager(12, 2), {}, random.Random(modulus), 0
     live = []
     for _ in range(600):
@@ -558,7 +558,7 @@ def test_the_index_is_never_larger_than_the_pool_over_a_thousand_prompts():
 
 
 def test_keys_depend_on_the_tokens_their_order_and_the_parent():
-    keys = {BlockManager._key(tokens, parent) for tokens in [(1, 2), (2, 1), (1, 3), (258, 0), (2, 1, 0)]
-            for parent in (0, 1, 2**63)}
+    keys = {BlockManager._key((parent, *tokens)) for tokens in [(1, 2), (2, 1), (1, 3), (258, 0), (2, 1, 0)]
+            for parent in (0, 1, 2**62)}
     assert len(keys) == 15
-    assert BlockManager._key((1, 2), 7) == BlockManager._key((1, 2), 7)
+    assert BlockManager._key((7, 1, 2)) == BlockManager._key((7, 1, 2))

@@ -268,7 +268,9 @@ def test_decode_attention(device, dtype, block_size, num_splits):
             out = kernels.decode_attention(*inputs, (num_splits, 32))
             assert_close(out, decode_attention_plain(*inputs))
             assert (out[1] == 0).all()  # the sequence without keys
-        assert (kernels._arrivals(inputs[0].device) == 0).all()
+        num_pairs = len(context_lens) * shape[1]
+        counters = kernels._arrivals(inputs[0].device, kernels.triton.next_power_of_2(num_pairs))  # those of the launches
+        assert len(counters) >= num_pairs and (counters == 0).all()
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -295,10 +297,14 @@ def test_few_pairs_share_contexts_among_many_programs(monkeypatch):
 
     class Kernel:
         def __getitem__(self, grid):
-            return lambda *args, **options: launched.append((grid[0], args[13]))
+            def launch(*args, **options):
+                assert len(args[9]) >= grid[1] * grid[2]  # a counter for each
+                launched.append((grid[0], args[13]))
+
+            return launch
 
     monkeypatch.setattr(kernels, "_decode_attention_kernel", Kernel())
-    for pairs in (1, 8, 17, 64, 131, 132, 4096):
+    for pairs in (1, 8, 17, 64, 131, 132, 150000):
         q, cache = torch.zeros(pairs, 1, 16), torch.zeros(1, 1, 1, 16)
         kernels.decode_attention(q, cache, cache, ints([[0]], "cpu"), None, None, 1.0)
     assert launched == [(16, 32), (16, 32), (8, 32), (4, 32), (2, 32), (4, 512), (4, 512)]

@@ -200,7 +200,6 @@ def collect(rank, size, port, answers):
         int(group.all_min(torch.tensor(300 + 7 * rank))),
         group.all_gather(torch.tensor([rank, 10 + rank])).tolist(),
         group.all_gather(pair.double().T).tolist(),
-        group.share(12 * size),
     ))  # fmt: skip
     dist.destroy_process_group()
 
@@ -225,12 +224,11 @@ def test_sums_minima_and_gathers(size):
             process.join(5)
             process.kill()
     ranks = range(size)
-    for rank, (total, least, same, gathered, pairs, share) in enumerate(answers):
+    for rank, (total, least, same, gathered, pairs) in enumerate(answers):
         assert total == [1.5 * size, sum(ranks)]
         assert (least, same) == (300 - 7 * (size - 1), 300)
         assert gathered == [[r, 10 + r] for r in ranks]
         assert pairs == [[[r, 7], [10 * r, 8], [5, r]] for r in ranks]
-        assert share == slice(12 * rank, 12 * rank + 12)
 
 
 def test_one_rank_talks_to_nobody():
@@ -238,7 +236,6 @@ def test_one_rank_talks_to_nobody():
     x = torch.arange(6.0).view(2, 3)
     assert Group().all_reduce(x) is x and Group().all_min(x) is x
     assert Group().all_gather(x).tolist() == [x.tolist()]
-    assert Group().share(7) == slice(0, 7)
 
 
 # ---- in a peer

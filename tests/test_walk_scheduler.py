@@ -159,7 +159,7 @@ class Walk:
         manager = BlockManager(world.num_blocks, world.block_size, world.caching)
         if world.modulus < 2**64:
             whole_key = manager._key
-            manager._key = lambda tokens, parent_key: whole_key(tokens, parent_key) % world.modulus
+            manager._key = lambda content: whole_key(content) % world.modulus
         self.manager = manager
         self.scheduler = Scheduler(manager, world.max_num_seqs, world.budget)
         self.oracles = [Oracle(request) for request in world.requests]
@@ -295,10 +295,11 @@ class Walk:
         full = [(block.content_id, i) for i, block in enumerate(manager.blocks) if block.key is not None]
         for content_id, block_id in sorted(full):
             block = manager.blocks[block_id]
-            assert len(block.token_ids) == bs
+            parent_id, *token_ids = block.content
+            assert len(token_ids) == bs
             if content_id not in self.content_hashes:
-                prefix_hash = self.content_hashes[block.parent_id]
-                for token_id in block.token_ids:
+                prefix_hash = self.content_hashes[parent_id]
+                for token_id in token_ids:
                     prefix_hash = extend(prefix_hash, token_id)
                 self.content_hashes[content_id] = prefix_hash
             assert self.device.store[(block_id + 1) * bs - 1] == self.content_hashes[content_id]
