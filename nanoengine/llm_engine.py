@@ -81,7 +81,7 @@ class LLMEngine(AbstractContextManager):
         start = time.perf_counter()
         token_ids = self._ranks.token_ids(launch)
         self._counts["seconds"] -= time.perf_counter() - start      # which was the device's
-        for i, logprobs in launch.logprobs():
+        for i, logprobs in launch.logprobs().items():
             chunks[i].sequence.logprobs.append(logprobs)
         advanced = self.scheduler.update(chunks, token_ids)
         for sequence in advanced:
@@ -134,10 +134,10 @@ class LLMEngine(AbstractContextManager):
         request_id = next(i for i in self._ids if i not in self._live) if request_id is None else request_id
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_token_ids)
-        bad_words = {tuple(self.tokenizer.encode(form, add_special_tokens=False))
-                     for word in params.bad_words for form in (word, f" {word}")}
+        forms = (self.tokenizer.encode(f, add_special_tokens=False) for w in params.bad_words for f in (w, f" {w}"))
+        bad_words = {tuple(form) for form in forms if form and max(form) < size}
         sequence = Sequence(request_id, list(map(int, ids)), params, seed, max_num_tokens, stop_ids)
-        sequence.rules = params.rules(len(ids), [i for i in stop_ids if i < size], bad_words)
+        sequence.rules = params.rules(len(ids), [i for i in stop_ids if 0 <= i < size], bad_words)
         sequence.text = OutputText(self.tokenizer, params.stop)
         return sequence
     def step(self) -> list[RequestOutput]:
@@ -200,7 +200,7 @@ class LLMEngine(AbstractContextManager):
     def stats(self) -> dict[str, float]:
         """What it holds now, and counts since its start. Blocks are used, cached (free, but findable) or free."""
         scheduler, manager, counts = self.scheduler, self.scheduler.block_manager, self._counts
-        cached, free = sum(manager.blocks[i].key is not None for i in manager.free_blocks), manager.num_free_blocks
+        cached, free = sum(i in manager.free_blocks for i in manager.index.values()), manager.num_free_blocks
         return {"running": len(scheduler.running), "waiting": len(scheduler.waiting), "blocks_free": free - cached,
                 "blocks_used": manager.num_blocks - free, "preemptions": scheduler.num_preemptions,
                 **{name: counts[name] for name in ("requests", "steps", "computed_tokens", "output_tokens")},

@@ -28,18 +28,18 @@ class SamplingParams:
     logprobs: int | None = None             # report the log-probabilities of so many likeliest tokens and the drawn one
     def __post_init__(self):
         for names, kind, is_valid, wanted in (
-                ("temperature", Real, lambda v: 0 <= v < inf, "a finite number >= 0"),
-                ("repetition_penalty", Real, lambda v: 0 < v < inf, "a finite number > 0"),
+                ("temperature", Real, lambda v: 0 <= v < 1e30, "in [0, 1e30)"),
+                ("repetition_penalty", Real, lambda v: 0 < v < 1e30, "in (0, 1e30)"),
                 ("frequency_penalty presence_penalty", Real, lambda v: -2 <= v <= 2, "in [-2, 2]"),
                 ("top_p", Real, lambda v: 0 < v <= 1, "in (0, 1]"), ("min_p", Real, lambda v: 0 <= v <= 1, "in [0, 1]"),
                 ("max_tokens", Integral, lambda v: v >= 1, "an integer >= 1"),
-                ("top_k", Integral, lambda v: v >= 0, "an integer >= 0 (0 keeps all tokens)"),
+                ("top_k", Integral, lambda v: 0 <= v < 2**63, "in [0, 2**63), 0 for all tokens"),
                 ("min_tokens", Integral, lambda v: 0 <= v <= self.max_tokens, f"in [0, max_tokens={self.max_tokens}]"),
                 ("seed logprobs", Integral | None, lambda v: v is None or 0 <= v < 2**63, "None or in [0, 2**63)"),
                 ("stop bad_words", tuple, lambda v: all(isinstance(s, str) and s for s in v), "non-empty strings"),
                 ("stop_token_ids", tuple, lambda v: all(isinstance(t, Integral) for t in v), "integers"),
                 ("logit_bias", dict | None, lambda v: all(isinstance(token_id, Integral) and isinstance(bias, Real)
-                    and abs(bias) < inf for token_id, bias in (v or {}).items()), "token id -> finite number")):
+                    and abs(bias) < 1e30 for token_id, bias in (v or {}).items()), "id -> number in (-1e30, 1e30)")):
             for name in names.split():
                 value = getattr(self, name)
                 if kind is tuple and (value is None or hasattr(value, "__iter__")):
@@ -53,7 +53,7 @@ class SamplingParams:
                                        or p.logprobs is not None))      # temperature and noise are all it needs
     def rules(self, num_prompt_tokens: int, stop_token_ids, bad_words) -> list[Rule]:
         """logit_bias, min_tokens and bad_words (each a tuple of token ids, within the output) as rules."""
-        forever, first_end = 1 << 62, num_prompt_tokens + self.min_tokens
+        forever, first_end = 1 << 62, min(1 << 62, num_prompt_tokens + self.min_tokens)
         return [*(Rule((), token_id, bias, 0, forever) for token_id, bias in (self.logit_bias or {}).items()),
                 *(Rule((), token_id, -inf, 0, first_end) for token_id in stop_token_ids if self.min_tokens),
                 *(Rule(ids[:-1], ids[-1], -inf, num_prompt_tokens + len(ids) - 1, forever) for ids in bad_words)]
