@@ -195,7 +195,7 @@ class LLMEngine(AbstractContextManager):
                 self.scheduler.add(sequence)
             yield
         finally:
-            for sequence in sequences:
+            for sequence in [s for s in sequences if self._live.get(s.request_id) is s]:     # its id may be another's
                 self.abort(sequence.request_id)
     def stats(self) -> dict[str, float]:
         """What it holds now, and counts since its start. Blocks are used, cached (free, but findable) or free."""

@@ -1,4 +1,4 @@
-"""The suite must reject known-wrong variants of the deciding half: a sample here, all of them with `-m slow`."""
+"""The suite must reject known-wrong variants of the engine: a sample here, all of them with `-m slow`."""
 
 import os
 import pathlib
@@ -7,16 +7,16 @@ import subprocess
 import sys
 
 import pytest
-from wrong_variants import CONTROL, VARIANTS
+from wrong_variants import CONTROL, MODEL_VARIANTS, VARIANTS
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-SAMPLE = VARIANTS[3::26]
+SAMPLE, ALL = VARIANTS[3::26] + MODEL_VARIANTS[20::100], VARIANTS + MODEL_VARIANTS
 
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory):
     folder = tmp_path_factory.mktemp("variant")
-    for name in ("nanoengine", "tests", "pyproject.toml"):
+    for name in ("nanoengine", "tests", "pyproject.toml", "bench.py"):
         (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, folder / name)
     return folder
 
@@ -38,7 +38,7 @@ def suite_passes(tree, variant, test_file):
 
 
 def test_every_old_snippet_stands_exactly_once():
-    for file, old, new, wrong, _ in [*VARIANTS, CONTROL]:
+    for file, old, new, wrong, _ in [*ALL, CONTROL]:
         assert (ROOT / "nanoengine" / file).read_text().count(old) == 1 and old != new, (file, old, wrong)
 
 
@@ -48,7 +48,7 @@ def test_the_suite_passes_without_a_mistake(tree, test_file):
 
 
 @pytest.mark.parametrize("variant", [
-    pytest.param(v, marks=() if v in SAMPLE else pytest.mark.slow, id=f"{n} {v[3]}") for n, v in enumerate(VARIANTS)])
+    pytest.param(v, marks=() if v in SAMPLE else pytest.mark.slow, id=f"{n} {v[3]}") for n, v in enumerate(ALL)])
 def test_a_variant_is_rejected(tree, variant):
     for test_file in variant[4]:
         assert not suite_passes(tree, variant, test_file), f"{test_file} accepts: {variant[3]}"
