@@ -40,7 +40,7 @@ PIECES = ["<s>", "</s>", *"abcdefghijklmno", "ab", "ba", "bc", "abc", "ca", "dd"
 SHAPE = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, eos_token_id=EOS, rms_norm_eps=0.01)
 MODELS = [("qwen3", True), ("llama", False), ("qwen2", True)]       # with a tokenizer?
 SAMPLED = dict(temperature=0.9)
-ENDS = dict.fromkeys((EOS, 3, 9, 19), 4.0)              # of STOPS, so that they come at once
+ENDS = dict.fromkeys((EOS, 3, 9, 19, VOCAB - 1), 4.0)   # of STOPS, so that they come at once; and one that is none
 WANTED = dict.fromkeys(map(PIECES.index, ["d", "ab", "ba", "Ġ", "Ã", "©"]), 6.0)   # what bad words are made of
 ASKED = [                                                           # of SamplingParams; each as likely as the others
     {}, {}, {}, SAMPLED, SAMPLED, {"temperature": 2.0}, {**SAMPLED, "top_k": 3}, {**SAMPLED, "top_p": 0.6},

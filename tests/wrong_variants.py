@@ -399,6 +399,9 @@ MODEL_VARIANTS = [
     ("llm_engine.py", "[i for i in stop_ids if 0 <= i < size]", "[]", "min_tokens bans nothing", (ENGINE,)),
     ("llm_engine.py", "[i for i in stop_ids if 0 <= i < size]", "[i for i in stop_ids if i < size]",
      "a negative stop id bans another token", (ENGINE,)),
+    ("llm_engine.py", "[s for s in sequences if self._live.get(s.request_id) is s]:", "sequences:",
+     "a stream's end aborts whoever has its id by now",
+     (f"{ENGINE}::test_a_stream_that_has_ended_leaves_alone_who_has_its_id_by_now",)),
 
     # Messages
     ("rpc.py",
