@@ -48,12 +48,12 @@ def make_tree(folder: Path, exercises: list[Exercise]) -> None:
             shutil.copy(path, folder)
     for file in {file for exercise in exercises for file in exercise.functions}:
         names = [name for exercise in exercises for name in exercise.functions.get(file, ())]
-        path = folder / "nanoengine" / file
-        path.write_text(cut(path.read_text(), names))
+        (path := folder / "nanoengine" / file).write_text(cut(path.read_text(), names))
     rows = [f"1. [{e.title}](exercises/{e.name}.md): `python -m exercises check {e.name} -x`\n" for e in exercises]
     (folder / TO_WRITE).write_text(f"""# nanoengine with bodies missing\n
-Write what raises NotImplementedError in `nanoengine/`. If several exercises are listed: the first tests of each need
-only what comes before it, those that run a whole engine pass when all is there.\n\n{"".join(rows)}""")
+Write what raises NotImplementedError in `nanoengine/`. If several exercises are listed: `blocks`, `prefix-cache` need
+each other, the scheduler's walk the first four, `decoder`'s logits `tensor-parallel`; greedy engines need all but
+rules, filters, graphs, Channel, serve (ranks do). If `-x` stops at another's body: done for now.\n\n{"".join(rows)}""")
 
 def start(exercise: Exercise, is_forced: bool) -> None:
     folder = ROOT / "work" / exercise.name

@@ -77,8 +77,8 @@ class Decoder(nn.Module):
 
 def rotary_table(rope: dict, head_dim: int, max_position: int) -> Tensor:
     """[max_position, 2, head_dim / 2] float32: cos, sin of position * theta^(-2i / head_dim) (Su et al. 2021). Scalings
-    divide frequencies by `factor`: "linear" all; "llama3" long waves, not short, with a ramp between; "yarn" (Peng et
-    al. 2023) with a ramp over i, from the pair that turns `beta_fast` times in the original context to `beta_slow`."""
+    divide frequencies by `factor`: "linear" all; "llama3" long waves, by a ramp; "yarn" (Peng et al. 2023) by a ramp
+    over i, from the pair that turns `beta_fast` times in the original context to `beta_slow`; and scales cos, sin."""
     rope = {"factor": 1, "beta_fast": 32, "beta_slow": 1, "truncate": True} | rope
     i, theta, rope_type = torch.arange(head_dim // 2, dtype=torch.float32), rope["rope_theta"], rope["rope_type"]
     frequencies, waves = 1 / theta ** (2 * i / head_dim), rope["original_max_position_embeddings"] / (2 * math.pi)

@@ -1,7 +1,6 @@
-"""Matrix products whose weights are split over ranks, and where in the checkpoint each weight comes from.
-Megatron-LM's cut (Shoeybi et al. 2019): a column-parallel layer holds some outputs, a row-parallel one some inputs.
-The latter (and the embedding) returns this rank's part of a sum over the ranks, for the next norm to add up. Layers
-with the same input are fused; of qkv_proj rank 1 of 2 holds
+"""Matrix products whose weights are split over ranks (Megatron-LM, Shoeybi et al. 2019), and where in the checkpoint
+each comes from. A column-parallel layer holds some outputs, a row-parallel one some inputs: like the embedding it
+returns this rank's part of a sum for the next norm to add up. Fused if inputs are equal; of qkv_proj rank 1 of 2 holds
     rows |  q: heads 8-15  |  k: 4-7  |  v: 4-7  |     each a part of its own tensor"""
 from collections import namedtuple
 import torch

@@ -1,6 +1,5 @@
-"""The engine: requests in, tokens out. Start reading here, at `_advance`. A step is scheduled, launched on the device,
-and taken in one step later, while the device computes the next one. This file knows requests, text and results; who
-computes what is the Scheduler's business, how is the ModelRunner's."""
+"""The engine: requests in, tokens out. Start reading here, at `_advance`: a step is scheduled, launched, and taken in
+one step later, while the device computes the next. Who computes what the Scheduler says, how the ModelRunner."""
 import logging
 import random
 import signal
@@ -61,7 +60,7 @@ class LLMEngine(AbstractContextManager):
         start = time.perf_counter()
         with interrupts_deferred():
             chunks = self.scheduler.schedule()
-            launched = self._launch(chunks) if chunks else None
+            launched = self._launch(chunks) if chunks else self._ranks.check()
             if self.config.async_scheduling:
                 launched, self._in_flight = self._in_flight, launched
             if launched:
@@ -114,7 +113,8 @@ class LLMEngine(AbstractContextManager):
         return sequence.request_id
     def _sequence(self, prompt, params: SamplingParams | None, request_id: str | None = None) -> Sequence:
         self._ranks.check()
-        params, is_text = params or SamplingParams(), isinstance(prompt, str)
+        params, is_text = SamplingParams() if params is None else params, isinstance(prompt, str)
+        refuse_if(not isinstance(params, SamplingParams), f"sampling_params must be SamplingParams, not {params!r:.60}")
         refuse_if(self.tokenizer is None and (is_text or params.stop or params.bad_words),
                   f"the model folder has no tokenizer: give token ids, no {params.stop=} and no {params.bad_words=}")
         ids = self.tokenizer.encode(prompt) if is_text else list(prompt)

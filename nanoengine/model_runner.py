@@ -21,8 +21,7 @@ from nanoengine.step_input import FlatStep, NewRow, StepInput, flatten
 logger = logging.getLogger(__name__)
 
 class Launch:
-    """A launched step's tokens, one per chunk, on their way to the host. logprobs: for each chunk that asked for them
-    (chunk, ids, values), as `sampler.top_logprobs` gives them, on their way too."""
+    """A launched step's tokens, one per chunk, and (chunk, ids, values) of wanted logprobs, on the way to the host."""
     def __init__(self, ids: Tensor, num_padding_rows: int, logprobs: list[tuple[int, Tensor, Tensor]]):
         self.num_padding_rows, self._ids, self._logprobs = num_padding_rows, to_host(ids), logprobs
         self._event = torch.cuda.current_stream(ids.device).record_event() if ids.is_cuda else None

@@ -93,7 +93,7 @@ class Ranks:
                 self._watcher.join(3)       # if a peer is to blame, we will know soon
             self.check()
             if self._peers or isinstance(error, getattr(torch, "AcceleratorError", ())):
-                self.close()
+                self.close(f"the engine is closed: {error!r:.500}")
             raise
     def call(self, method: str, *args):
         """`ModelRunner.method(*args)` on every rank; returns rank 0's result, maybe before the peers are done."""
@@ -106,9 +106,9 @@ class Ranks:
         while self._peers and not launch.is_done():
             self._guard(self._watcher.join, 2e-5)
         return self._guard(launch.token_ids)
-    def close(self) -> None:
+    def close(self, why: str = "the engine is closed") -> None:
         """End the peers, whatever they do, and free everything. May be called twice."""
-        self.runner, self.failure = None, self.failure or "the engine is closed"
+        self.runner, self.failure = None, self.failure or why
         for _, process, _ in self._peers.values():
             process.kill()
             process.join()

@@ -1,6 +1,5 @@
-"""Who computes how many tokens in the next step. Running sequences come first, oldest first, each with as many tokens
-as the budget allows; what is left admits waiting ones, in order of arrival. If a running one needs a block and none is
-free, the youngest is preempted. Nothing here knows tensors, text or devices."""
+"""Who computes how many tokens in the next step: running sequences first, oldest first, as the budget allows; the rest
+of it admits waiting ones, in order of arrival. If a running one needs a block and none is free, the youngest waits."""
 from collections import deque
 from itertools import islice
 from nanoengine.block_manager import BlockManager

@@ -1,17 +1,20 @@
 """Token ids -> text, piece by piece, cut at the first stop string. The tokenizers library's streaming decoder holds
-back bytes that aren't a whole character yet; what could be the beginning of a stop string is held back here, until it
-is one or can't be one. Nothing else in the engine knows text."""
+back bytes that aren't a whole character yet; what could be the beginning of a stop string is held back here."""
 from tokenizers.decoders import DecodeStream
 
 class OutputText:
-    """The text of one request: `append` ids as they come, `flush` at the end; `text` is what may be shown so far.
-    Once a stop string has appeared, `is_stopped` is set, and `text` has only what comes before it."""
+    """`append` ids, `flush` at the end: `text` is what may be shown so far, up to the stop string once `is_stopped`."""
     def __init__(self, tokenizer, stop: tuple[str, ...]):
         self.text, self.is_stopped, self._held, self._stop = "", False, "", stop
         self._tokenizer, self._decoder = tokenizer and tokenizer._tokenizer, DecodeStream(skip_special_tokens=True)
     def append(self, token_id: int) -> None:
         if self._tokenizer is not None and not self.is_stopped:
-            self._add(self._decoder.step(self._tokenizer, token_id) or "")
+            try:
+                piece = self._decoder.step(self._tokenizer, token_id)
+            except Exception:       # bytes that were shown make no character with these: begin anew
+                self._decoder = DecodeStream(skip_special_tokens=True)
+                piece = self._decoder.step(self._tokenizer, token_id)
+            self._add(piece or "")
     def flush(self, token_ids: list[int]) -> None:
         """No more will come (`token_ids` are all): show what was held back, but for the bytes of half a character."""
         if self._tokenizer is not None and not self.is_stopped:

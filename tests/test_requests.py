@@ -948,3 +948,26 @@ def test_the_package_logs_and_does_not_print(folder, capsys, caplog):
             llm.generate([[1, 2, 3]], greedy(2), use_tqdm=False)
     captured = capsys.readouterr()
     assert captured.out == ""
+
+
+# ---- found by trying to break it
+
+
+def test_a_closed_engine_with_a_token_in_flight_says_so_at_every_step(folder):
+    """Or `while llm.has_unfinished(): llm.step()` would never end."""
+    with engine(folder) as llm:
+        llm.add_request([1, 2, 3], greedy(1))
+        llm.step()
+        llm.close()
+        assert llm.has_unfinished()
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="closed"):
+                llm.step()
+
+
+@pytest.mark.parametrize("wrong", [{"temperature": 0}, {}, [greedy(1)], "x", 3], ids=repr)
+def test_what_is_no_sampling_params_is_refused(llm, wrong):
+    for call in (llm.add_request, lambda *args: next(llm.stream(*args))):
+        with pytest.raises(ValueError, match="must be SamplingParams"):
+            call([1, 2, 3], wrong)
+    assert not llm.has_unfinished()

@@ -61,3 +61,21 @@ def test_what_is_shown_follows_from_what_came_whatever_the_tokens_and_stop_strin
         if not text.is_stopped:
             assert text.text == shown
     assert 300 < num_stopped < 1300
+
+
+def test_bytes_that_turn_out_to_be_no_character_end_nothing():
+    """Byte-fallback tokenizers (Llama 2): a newline is a byte token; half an emoji and a word behind it are no text."""
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    from nanoengine.text import OutputText
+
+    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2, **{f"<0x{byte:02X}>": 3 + byte for byte in range(256)}, "▁the": 259}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>"))
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    output = OutputText(PreTrainedTokenizerFast(tokenizer_object=tokenizer), ())
+    ids = [13, 3 + 0xF0, 3 + 0x9F, 259, 259]
+    for token_id in ids:
+        output.append(token_id)
+    output.flush(ids)
+    assert output.text.startswith("\n") and output.text.endswith(" the the")

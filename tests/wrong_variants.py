@@ -422,7 +422,7 @@ MODEL_VARIANTS = [
      "a stop string's beginning is shown", (TEXT, STOPS)),
     ("text.py", '.rstrip("\\ufffd")', "", "half a character is shown",
      (f"{REQUESTS}::test_the_text_is_the_tokenizers", ENGINE)),
-    ("text.py", "DecodeStream(skip_special_tokens=True)", "DecodeStream(skip_special_tokens=False)",
+    ("text.py", "tokenizer._tokenizer, DecodeStream(skip_special_tokens=True)", "tokenizer._tokenizer, DecodeStream(skip_special_tokens=False)",
      "special tokens are shown", (f"{REQUESTS}::test_the_text_is_the_tokenizers",)),
     ("text.py", "max(undecided, default=0)", "min(undecided, default=0)",
      "too little of a possible stop string is held back", (TEXT,)),
