@@ -42,7 +42,7 @@ class Recorder:
         for sequence in scheduler.running:
             for block_id in sequence.block_table:
                 owners[block_id].append(self.name(sequence))
-        cached = [block_id for block_id in manager.free_blocks if manager.blocks[block_id].key is not None]
+        cached = [block_id for block_id in manager.index.values() if block_id in manager.free_blocks]
         if chunks:
             self.steps.append({
                 "ms": round(1e3 * (time.perf_counter() - self.start), 3),
