@@ -22,6 +22,7 @@ import random
 import statistics
 import tempfile
 import time
+from bisect import bisect
 from collections import Counter, defaultdict
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -366,7 +367,7 @@ def group_of(kernel):
 
 
 def profile_table(events, count):
-    """(group → ms per step with "idle" and "wall", kernel → ms per step), from a Chrome trace's events.
+    """(group → ms per step with "idle" and "wall", kernel → ms per step, idle ms of each), from a Chrome trace.
 
     A kernel that ran about `count` times ran once per step: its ends cut the trace into steps, and the first
     three, disturbed by the profiler's own start, are left out. Idle is what no kernel or copy covers.
@@ -379,17 +380,17 @@ def profile_table(events, count):
     if ends is None:
         raise RuntimeError(f"no kernel ran once per step ({count} steps): {numbers.most_common(5)}")
     begin, finish, num_steps = ends[3], ends[-1], len(ends) - 4
-    groups, kernels, busy, covered = defaultdict(float), defaultdict(float), 0.0, begin
+    groups, kernels, idle, covered = defaultdict(float), defaultdict(float), [0.0] * num_steps, begin
     for start, end, name in work:
         start, end = max(start, begin), min(end, finish)
         if start < end:
             groups[group_of(name)] += end - start
             kernels[name] += end - start
-            busy += max(0.0, end - max(start, covered))
+            idle[bisect(ends, start) - 4] += max(0.0, start - covered) / 1e3
             covered = max(covered, end)
-    groups["idle"], groups["wall"] = finish - begin - busy, finish - begin
+    groups["idle"], groups["wall"] = sum(idle) * 1e3, finish - begin
     return ({group: us / 1e3 / num_steps for group, us in groups.items()},
-            {kernel: us / 1e3 / num_steps for kernel, us in kernels.items()})
+            {kernel: us / 1e3 / num_steps for kernel, us in kernels.items()}, idle)
 
 
 def profile(llm, params_class, batch, bound, seed):
@@ -406,16 +407,17 @@ def profile(llm, params_class, batch, bound, seed):
         trace = os.path.join(folder, "trace.json")
         profiler.export_chrome_trace(trace)
         with open(trace) as file:
-            groups, kernels = profile_table(json.load(file)["traceEvents"], log.count)
+            groups, kernels, idle = profile_table(json.load(file)["traceEvents"], log.count)
     unprofiled = statistics.median(log.before)
     print(f"profile, batch {batch}: ms per step and share")
     for group in sorted(groups, key=groups.get):
         print(f"    {group:32} {groups[group]:8.3f} {groups[group] / groups['wall']:7.1%}")
     print(f"    busy {groups['wall'] - groups['idle']:.3f} ms; a step without the profiler took "
-          f"{unprofiled:.3f} ms; largest kernels:")
+          f"{unprofiled:.3f} ms; idle per step: median {statistics.median(idle):.3f}, longest {max(idle):.3f} ms; "
+          "largest kernels:")
     for kernel in sorted(kernels, key=kernels.get, reverse=True)[:12]:
         print(f"    {kernels[kernel]:8.3f}  {group_of(kernel):16.16}  {kernel[:80]}")
-    return {"batch": batch, "ms_per_step": groups, "unprofiled_step_ms": unprofiled}
+    return {"batch": batch, "ms_per_step": groups, "idle_ms": idle, "unprofiled_step_ms": unprofiled}
 
 
 # ---- plot --------------------------------------------------------------------------------------------------

@@ -211,9 +211,8 @@ def _decode_attention_kernel(q, k_cache, v_cache, tables, rows, lens, out, part_
         result = result * fade[:, None] + tl.dot(weight.to(v.dtype), v, input_precision="ieee")
         total, top = total * fade + tl.sum(weight, 1), new_top
     result /= tl.where(total > 0, total, 1.0)[:, None]  # without keys: zeros
-    if num_active <= 1:
-        if split == 0:
-            tl.store(out + row * DIM + dim, result, mask)
+    if (num_active <= 1) & (split == 0):
+        tl.store(out + row * DIM + dim, result, mask)
     elif split < num_active:
         tl.store(part_out + (row * num_splits + split) * DIM + dim, result, mask)
         tl.store(part_lse + row * num_splits + split, (top + tl.log2(total))[:, None], head < GROUP)

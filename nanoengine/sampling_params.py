@@ -31,6 +31,7 @@ class SamplingParams:
                 ("temperature", Real, lambda v: 0 <= v < 1e30, "in [0, 1e30)"),
                 ("repetition_penalty", Real, lambda v: 0 < v < 1e30, "in (0, 1e30)"),
                 ("frequency_penalty presence_penalty", Real, lambda v: -2 <= v <= 2, "in [-2, 2]"),
+                ("ignore_eos", bool, lambda v: True, "a bool"),
                 ("top_p", Real, lambda v: 0 < v <= 1, "in (0, 1]"), ("min_p", Real, lambda v: 0 <= v <= 1, "in [0, 1]"),
                 ("max_tokens", Integral, lambda v: v >= 1, "an integer >= 1"),
                 ("top_k", Integral, lambda v: 0 <= v < 2**63, "in [0, 2**63), 0 for all tokens"),
@@ -45,7 +46,7 @@ class SamplingParams:
                 if kind is tuple and (value is None or hasattr(value, "__iter__")):
                     value = (value,) if isinstance(value, str) else tuple(value or ())
                     object.__setattr__(self, name, value)
-                if isinstance(value, bool) or not isinstance(value, kind) or not is_valid(value):
+                if isinstance(value, bool) != (kind is bool) or not isinstance(value, kind) or not is_valid(value):
                     raise ValueError(f"SamplingParams: {name}={value!r}, but it must be {wanted}")
     has_filters = property(lambda p: p.temperature > 0 and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0))
     has_penalties = property(lambda p: (p.repetition_penalty, p.frequency_penalty, p.presence_penalty) != (1, 0, 0))

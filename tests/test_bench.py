@@ -304,13 +304,16 @@ def test_kernels_are_grouped_by_name():
 
 def test_a_profile_counts_overlap_once_and_calls_the_rest_of_a_step_idle():
     events = [{"cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": 0, "dur": 1000}]
-    for step in range(10):  # of 100 us: gemm 0-50, attention 40-70 beside it, sampling 80-90, ends at 90
-        for name, start, duration in (("gemm", 0, 50), ("flash", 40, 30), ("sample", 80, 10), ("gemm", 95, 0)):
+    for step in range(10):  # of 100 us: gemm 0-50, attention 40-70 beside it, sampling 80-90, in step 6 80-96
+        for name, start, duration in (("gemm", 0, 50), ("flash", 40, 30), ("sample", 80, 10 + 6 * (step == 6)),
+                                      ("gemm", 97, 0)):
             events.append({"cat": "kernel", "name": name, "ts": 100 * step + start, "dur": duration})
-    groups, kernels = bench.profile_table(events, count=10)
-    assert groups == pytest.approx({"matrix products": 0.05, "attention": 0.03, "sampling": 0.01,
-                                    "idle": 0.02, "wall": 0.1})
+    events[-2]["dur"] = 500  # after the last step's end: doesn't count
+    groups, kernels, idle = bench.profile_table(events, count=10)
+    assert groups == pytest.approx({"matrix products": 0.05, "attention": 0.03, "sampling": 0.011,
+                                    "idle": 0.019, "wall": 0.1})
     assert kernels["flash"] == pytest.approx(0.03)
+    assert idle == pytest.approx([0.02, 0.02, 0.02, 0.014, 0.02, 0.02])  # whatever lies between the ends of two "flash"
 
 
 def test_the_profiler_covers_count_full_decode_steps_after_the_skipped_ones():

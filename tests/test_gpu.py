@@ -10,6 +10,7 @@ import gc
 import logging
 import math
 import os
+import shutil
 import subprocess
 import sys
 from collections import namedtuple
@@ -623,3 +624,44 @@ def test_example_runs(random_model, tmp_path, name):
     assert "> the cat\n" in run.stdout and "> what sat on the mat?\n" in run.stdout
     assert len([line for line in run.stdout.splitlines() if line in ("[length]", "[stop]")]) == 2
     assert "tokens/s" in run.stdout and "Traceback" not in run.stderr
+
+
+# ---- memory errors
+
+
+MEMCHECKED = """
+import sys
+from nanoengine import LLM, SamplingParams
+folder, is_eager, dtype, block_size = sys.argv[1], sys.argv[2] == "eager", sys.argv[3], int(sys.argv[4])
+prompts = [[1 + i % 100] * n for i, n in enumerate((1, 2, 31, 32, 33, 100))]
+kinds = dict(temperature=0), dict(temperature=0.9, seed=3), dict(top_k=4, logprobs=2), dict(
+    repetition_penalty=1.2, logit_bias={3: 1.0}, min_tokens=3, bad_words=[]), dict(top_p=0.9, min_p=0.01), {}
+params = [SamplingParams(max_tokens=9, ignore_eos=True, **kind) for kind in kinds]
+with LLM(folder, device="cuda", dtype=dtype, kvcache_block_size=block_size, num_kvcache_blocks=max(12, 150 // block_size),
+         max_model_len=256, max_num_seqs=8, max_num_batched_tokens=64, enforce_eager=is_eager) as llm:
+    for some in (slice(6), slice(1), slice(2, 4), slice(6)):      # a batch, one row (matvec), prefix hits
+        outputs = llm.generate(prompts[some], params[some], use_tqdm=False)
+        assert [len(output.token_ids) for output in outputs] == [9] * len(outputs)
+    print("steps:", llm.stats()["steps"], "preemptions:", llm.stats()["preemptions"])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode, dtype, block_size", [("graphs", "bfloat16", 256), ("eager", "bfloat16", 256),
+                                                     ("eager", "float32", 5)])
+def test_memcheck_is_clean(checkpoint, mode, dtype, block_size):
+    """compute-sanitizer on a short run. It knows allocations: without torch's cache of them each tensor is one."""
+    sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    if not Path(sanitizer).exists():
+        pytest.skip("compute-sanitizer isn't installed")
+    release()
+    env = {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
+    env |= {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if mode == "eager" else {}
+    command = [sanitizer, "--tool", "memcheck", "--error-exitcode", "77", sys.executable, "-c", MEMCHECKED,
+               str(checkpoint("qwen3", dtype=torch.bfloat16)), mode, dtype, str(block_size)]
+    run = subprocess.run(command, env=os.environ | env, capture_output=True, text=True, timeout=300)
+    said = (run.stdout + run.stderr)[-4000:]
+    if "Device not supported" in said:
+        pytest.skip("compute-sanitizer can't work on this machine")
+    assert run.returncode == 0 and "ERROR SUMMARY: 0 errors" in said, said
+    print(said.splitlines()[-3:])

@@ -55,6 +55,7 @@ def approx(values):
         *[("min_tokens", value) for value in (-1, 1.5, None, NAN, "a", True)],
         *[("bad_words", value) for value in ((1,), ("",), "", ("a", ""), ("a", None), 7, 1.5)],
         *[("logprobs", value) for value in (-1, 1.5, NAN, "a", True)],
+        *[("ignore_eos", value) for value in (0, 1, None, "no")],
     ],
     ids=str,
 )
