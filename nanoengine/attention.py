@@ -3,6 +3,7 @@ the device, is a global: layers needn't pass it. Its keys and values are in the 
     context_lens 7, chunk of 3      keys     | 0 1 2 3 4 5 6 |
                                     queries          | 4 5 6 |      query 4 sees keys 0-4, query 6 sees all"""
 import functools
+from contextvars import ContextVar
 from itertools import pairwise
 import torch
 import torch.nn.functional as F
@@ -17,8 +18,8 @@ except ImportError:
 
 FLASH_BLOCK_SIZE = 256      # its paged version wants multiples
 MOST_PADDED = 1 << 14       # keys that the plain version gathers at once, in one layer: 25 MB for SmolLM2
-_current: list[FlatStep] = []           # the step under way
-set_context, get_context, reset_context = _current.append, lambda: _current[-1], _current.clear
+_current = ContextVar("the step under way")     # in this thread: another one may run another engine
+set_context, get_context, reset_context = _current.set, _current.get, lambda: _current.set(None)
 
 @functools.cache
 def reason_against_flash(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:

@@ -62,7 +62,7 @@ LIMITS = {"dtype": (("auto", "float32", "bfloat16", "float16").__contains__, "au
           "seed": (lambda v: isinstance(v, Integral), "an integer"), bool: (lambda v: isinstance(v, bool), "a bool"),
           float: (lambda v: isinstance(v, Real) and 0 < v <= 1, "in (0, 1]"),    # the tests, and words for them
           int | None: (lambda v: v is None or is_count(v), "an integer >= 1, or None"),
-          list | None: (lambda v: v is None or isinstance(v, (list, tuple)) and all(map(is_count, v)), "integers >= 1")}
+          list | None: (lambda v: v is None or type(v) in (list, tuple) and v and all(map(is_count, v)), "ints >= 1")}
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -90,7 +90,7 @@ class EngineConfig:
                 raise TypeError(f"unknown option {name!r}{hint} (known options: {', '.join(types)})")
             is_valid, wanted = LIMITS.get(name) or LIMITS[types[name]]
             refuse_if(not is_valid(value), f"{name}={value!r}, but it must be {wanted}")
-        return cls(**options)
+        return cls(**{k: getattr(v, "item", lambda: v)() for k, v in options.items()})       # NumPy's numbers overflow
     def check_model(self, model: ModelConfig) -> None:
         """Raises ValueError if the options don't fit the model: its length, or heads that don't divide."""
         longest, limit, size = self.max_model_len or 0, model.max_position_embeddings, self.tensor_parallel_size

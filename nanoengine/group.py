@@ -42,9 +42,8 @@ class Group:
             return logging.getLogger(__name__).warning(
                 "GPUs can't read each other's memory (CUDA errors %s here), sums go through NCCL", codes)
         self.bases, self._arrivals, parts = torch.tensor(bases, device=device), memory[:num_bytes], memory[num_bytes:]
-        self._parts = list(parts.view(dtype).view(2, num_tokens, width))
+        self._parts, self._stream = list(parts.view(dtype).view(2, num_tokens, width)), torch.cuda.Stream(device)
         self._many = torch.full_like(self._arrivals, 63, device="cpu").pin_memory()
-        self._stream = torch.cuda.Stream(device)
     def part(self, num_tokens: int) -> Tensor | None:
         """Where this rank's part of a sum goes, or None: anywhere. Two buffers take turns: when one is written again,
         every rank has met the others in the sum between, after it had read this one."""

@@ -175,24 +175,24 @@ def decode_attention(q, k_cache, v_cache, block_tables, rows, context_lens, scal
     """`attention.plain_attention` of one token a sequence (flash-decoding: PyTorch blog, 2023). q [n, num_heads, size];
     rows, context_lens [n or more] as in `FlatStep`, 0 keys giving zeros. CUDA only; call once before any capture."""
     (n, num_heads, head_dim), (block_size, num_kv_heads) = q.shape, k_cache.shape[1:3]
-    pairs, group = n * num_kv_heads, num_heads // num_kv_heads  # programs: two waves on 132 processors, if many four
-    num_splits, min_split = splits or ((4, 512) if pairs >= 132 else (1 << min(264 // pairs, 16).bit_length() - 1, 32))
+    pairs, group = n * num_kv_heads, num_heads // num_kv_heads  # few share out their contexts among up to 400 programs
+    num_splits = splits or 1 << min(max(400 // pairs, 1), 16).bit_length() - 1
     part_out, part_lse = (torch.empty(n * num_heads * num_splits * size, device=q.device) for size in (head_dim, 1))
     out, head_tile, dim_tile = torch.empty_like(q), *(max(triton.next_power_of_2(x), 16) for x in (group, head_dim))
     _decode_attention_kernel[num_splits, num_kv_heads, n](  # exp(x) = exp2(x * log2(e)), and exp2 is one instruction
         q, k_cache, v_cache, block_tables, rows, context_lens, out, part_out, part_lse, _arrivals(q.device,
-        triton.next_power_of_2(pairs)), scale * 1.4426950408889634, block_tables.shape[1], num_splits, min_split,
-        num_kv_heads, group, block_size, head_tile, head_dim, dim_tile, num_warps=2, num_stages=5, **_options(q.device))
+        triton.next_power_of_2(pairs)), scale * 1.4426950408889634, block_tables.shape[1], num_splits, num_kv_heads,
+        group, block_size, head_tile, head_dim, dim_tile, num_warps=2, num_stages=5, **_options(q.device))
     return out
 
 @jit
 def _decode_attention_kernel(q, k_cache, v_cache, tables, rows, lens, out, part_out, part_lse, arrivals, scale,
-                             max_blocks, num_splits, min_split, KV_HEADS: constexpr, GROUP: constexpr, BLOCK: constexpr,
+                             max_blocks, num_splits, KV_HEADS: constexpr, GROUP: constexpr, BLOCK: constexpr,
                              HEAD_TILE: constexpr, DIM: constexpr, DIM_TILE: constexpr, PDL: constexpr):
     _follow(PDL)
     split, kv_head, index = tl.program_id(0), tl.program_id(1), tl.program_id(2)  # a split: whole tiles, or empty
     context_len, pair = tl.load(lens + index).to(tl.int32), index * KV_HEADS + kv_head
-    split_len = tl.cdiv(tl.cdiv(context_len, 32), min(max(tl.cdiv(context_len, min_split), 1), num_splits)) * 32
+    split_len = tl.cdiv(tl.cdiv(context_len, 32), num_splits) * 32
     num_active, end = tl.cdiv(context_len, max(split_len, 1)), min((split + 1) * split_len, context_len)
     head, dim = tl.arange(0, HEAD_TILE)[:, None], tl.arange(0, DIM_TILE)[None, :]  # a KV head's heads; mma wants 16
     row, mask = pair * GROUP + head, (head < GROUP) & (dim < DIM)

@@ -93,8 +93,8 @@ class LLMEngine(AbstractContextManager):
             self.on_step(chunks, launch)
     def _end(self, sequence: Sequence, reason: str) -> None:
         """End a live sequence, in whatever state it is, and make its output."""
+        self._live.pop(sequence.request_id, None)
         self.scheduler.finish(sequence, reason)
-        del self._live[sequence.request_id]
         prompt, token_ids = sequence.token_ids[:sequence.num_prompt_tokens], sequence.output_token_ids
         sequence.text.flush(token_ids[:-1] if reason == "stop" else token_ids)
         sequence.output = RequestOutput(
@@ -108,12 +108,12 @@ class LLMEngine(AbstractContextManager):
         `max_model_len` if `max_tokens` would take it further. ValueError, and nothing queued, for an empty or too long
         prompt, ids outside the vocabulary, what the KV pool can't hold, a live id; TypeError for what is no prompt."""
         sequence = self._sequence(prompt, params, request_id)
+        self.scheduler.add(sequence)        # first: if Ctrl-C comes between, nothing waits for ever
         self._live[sequence.request_id] = sequence
-        self.scheduler.add(sequence)
         return sequence.request_id
     def _sequence(self, prompt, params: SamplingParams | None, request_id: str | None = None) -> Sequence:
         self._ranks.check()
-        params, is_text = SamplingParams() if params is None else params, isinstance(prompt, str)
+        params, is_text = SamplingParams() if params is None else params, isinstance(prompt, (str, bytes))
         refuse_if(not isinstance(params, SamplingParams), f"sampling_params must be SamplingParams, not {params!r:.60}")
         refuse_if(self.tokenizer is None and (is_text or params.stop or params.bad_words),
                   f"the model folder has no tokenizer: give token ids, no {params.stop=} and no {params.bad_words=}")
@@ -126,8 +126,8 @@ class LLMEngine(AbstractContextManager):
         refuse_if(not ids, "the prompt is empty: it must hold at least one token")
         refuse_if(len(ids) >= limit, f"the prompt has {len(ids)} tokens: max_model_len={limit} leaves no room for more")
         refuse_if(request_id in self._live, f"request_id {request_id!r} is in use by a request that hasn't ended")
-        for token_id in (min(ids), max(ids), *(params.logit_bias or ())):
-            refuse_if(not 0 <= token_id < size, f"token id {token_id} is outside the vocabulary of {size}")
+        for i in (min(ids), max(ids), *(params.logit_bias or ())):
+            refuse_if(not 0 <= i < size, f"token id {i} (prompt, logit_bias) is outside the vocabulary of {size}")
         refuse_if((params.logprobs or 0) > size, f"logprobs={params.logprobs} exceeds the vocabulary of {size}")
         refuse_if(needed > manager.num_blocks, f"{len(ids)} prompt tokens and max_tokens={params.max_tokens} need "
                   f"{needed} KV blocks of {manager.block_size} tokens, but num_kvcache_blocks={manager.num_blocks}")
@@ -171,7 +171,7 @@ class LLMEngine(AbstractContextManager):
                     bar.update(sum(sequence.output is not None for sequence in sequences) - bar.n)
         return [sequence.output for sequence in sequences]
     def stream(self, prompt, params: SamplingParams | None = None):
-        """Yield the text of one request in pieces as they come; their join is its text."""
+        """Yield the text of one request in pieces as they come; their join is its text, even if it failed."""
         sequence, num_shown = self._sequence(prompt, params), 0
         with self._running([sequence]):
             while sequence.output is None or num_shown < len(sequence.text.text):
@@ -191,8 +191,8 @@ class LLMEngine(AbstractContextManager):
         try:
             for sequence in sequences:
                 sequence.is_owned = True
-                self._live[sequence.request_id] = sequence
                 self.scheduler.add(sequence)
+                self._live[sequence.request_id] = sequence
             yield
         finally:
             for sequence in [s for s in sequences if self._live.get(s.request_id) is s]:     # its id may be another's

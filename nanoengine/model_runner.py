@@ -180,7 +180,7 @@ def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     """Fill in what the user left to the engine, for this machine and model."""
     on_gpu = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
     refuse_if(on_gpu and torch.cuda.device_count() < config.tensor_parallel_size,
-              f"tensor_parallel_size={config.tensor_parallel_size}, but {torch.cuda.device_count()} GPUs are visible")
+              f"{config.device=} and {config.tensor_parallel_size=}, but {torch.cuda.device_count()} GPUs are visible")
     device, num_seqs, num_tokens = ("cuda", 512, 16384) if on_gpu else ("cpu", 64, 2048)
     dtype = config.dtype if config.dtype != "auto" else model.dtype if on_gpu else "float32"
     block_size = config.kvcache_block_size or attention.FLASH_BLOCK_SIZE

@@ -45,9 +45,9 @@ class SamplingParams:
                 value = getattr(self, name)
                 if kind is tuple and (value is None or hasattr(value, "__iter__")):
                     value = (value,) if isinstance(value, str) else tuple(value or ())
-                    object.__setattr__(self, name, value)
                 if isinstance(value, bool) != (kind is bool) or not isinstance(value, kind) or not is_valid(value):
                     raise ValueError(f"SamplingParams: {name}={value!r}, but it must be {wanted}")
+                object.__setattr__(self, name, getattr(value, "item", lambda: value)())    # NumPy's overflow
     has_filters = property(lambda p: p.temperature > 0 and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0))
     has_penalties = property(lambda p: (p.repetition_penalty, p.frequency_penalty, p.presence_penalty) != (1, 0, 0))
     is_plain = property(lambda p: not (p.has_filters or p.has_penalties or p.logit_bias or p.min_tokens or p.bad_words

@@ -14,8 +14,8 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
     def schedule(self) -> list[Chunk]:
-        """The next step's chunks, one-token ones first; none if there is nothing to compute. Their sequences get the
-        blocks they will write to, and the tokens count as computed: the device runs steps in order of launch."""
+        """The next step's chunks (or none), one-token ones first, and of these the longest: a GPU begins in this order.
+        Sequences get the blocks they will write to, and the tokens count as computed: steps run in order of launch."""
         chunks, budget, victim = [], self.max_num_batched_tokens, None
         for sequence in (*self.running, *islice(self.waiting, len(self.free_rows))):
             is_new_row = sequence.status is Status.WAITING
@@ -42,7 +42,7 @@ class Scheduler:
                 chunks.append(Chunk(sequence, start, end - start, draws_token, is_new_row))
                 sequence.num_computed, sequence.num_in_flight = end, sequence.num_in_flight + draws_token
                 budget -= end - start
-        return sorted(chunks, key=lambda chunk: chunk.num_tokens > 1)
+        return sorted(chunks, key=lambda chunk: -chunk.end if chunk.num_tokens == 1 else 0)
     def update(self, chunks: list[Chunk], token_ids: list[int]) -> list[Sequence]:
         """Take in a finished step: `token_ids[i]` is what chunk i drew, if any. Returns the sequences that got one;
         those that end with it have a `finish_reason`. Tokens of sequences that ended meanwhile are dropped."""

@@ -253,7 +253,7 @@ def test_a_value_out_of_range_is_refused_with_its_name(name, value):
         EngineConfig.from_options({name: value})
 
 
-@pytest.mark.parametrize("sizes", [(0,), [1, -2], (1.5,), ("1",), (None,)])
+@pytest.mark.parametrize("sizes", [(0,), [1, -2], (1.5,), ("1",), (None,), [], ()])
 def test_graph_batch_sizes_are_counts(sizes):
     with pytest.raises(ValueError, match="cuda_graph_batch_sizes"):
         EngineConfig.from_options({"cuda_graph_batch_sizes": sizes})

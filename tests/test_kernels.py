@@ -265,7 +265,7 @@ def test_decode_attention(device, dtype, block_size, num_splits):
         context_lens = EDGES if INTERPRETED else EDGES + [31, 64, 127, 512, 1025, 3000]
         inputs = attention_inputs(context_lens, *shape, block_size, device, dtype)
         for _ in range(2):  # the second launch finds the counters that the first one left
-            out = kernels.decode_attention(*inputs, (num_splits, 32))
+            out = kernels.decode_attention(*inputs, num_splits)
             assert_close(out, decode_attention_plain(*inputs))
             assert (out[1] == 0).all()  # the sequence without keys
         num_pairs = len(context_lens) * shape[1]
@@ -277,7 +277,7 @@ def test_decode_attention(device, dtype, block_size, num_splits):
 def test_decode_attention_of_other_shapes(device, shape):
     inputs = attention_inputs([40, 0, 97], *shape, 16, device, torch.float32)
     for num_splits in (1, 4):
-        assert_close(kernels.decode_attention(*inputs, (num_splits, 32)), decode_attention_plain(*inputs))
+        assert_close(kernels.decode_attention(*inputs, num_splits), decode_attention_plain(*inputs))
 
 
 def test_plain_attention_is_that_of_torch():
@@ -299,15 +299,16 @@ def test_few_pairs_share_contexts_among_many_programs(monkeypatch):
         def __getitem__(self, grid):
             def launch(*args, **options):
                 assert len(args[9]) >= grid[1] * grid[2]  # a counter for each
-                launched.append((grid[0], args[13]))
+                assert args[12] == grid[0]
+                launched.append(grid[0])
 
             return launch
 
     monkeypatch.setattr(kernels, "_decode_attention_kernel", Kernel())
-    for pairs in (1, 8, 17, 64, 131, 132, 150000):
+    for pairs in (1, 8, 25, 26, 64, 200, 201, 150000):
         q, cache = torch.zeros(pairs, 1, 16), torch.zeros(1, 1, 1, 16)
         kernels.decode_attention(q, cache, cache, ints([[0]], "cpu"), None, None, 1.0)
-    assert launched == [(16, 32), (16, 32), (8, 32), (4, 32), (2, 32), (4, 512), (4, 512)]
+    assert launched == [16, 16, 16, 8, 4, 2, 1, 1]
 
 
 @pytest.mark.parametrize("in_features, out_features", [

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import tiny
-from nanoengine import LLM, SamplingParams
+from nanoengine import LLM, SamplingParams, model_runner
 from tiny import assert_same_tokens, copy_checkpoint, drain, engine, oracle, oracle_for, random_ids
 
 NAN, INF = float("nan"), float("inf")
@@ -171,7 +171,7 @@ def test_as_many_params_as_prompts(llm, folder):
 
 @pytest.mark.parametrize(
     "prompt",
-    [[], [-1], [5, 128], [2**40], [1.5], ["a"], [None], [[1, 2], [3.5]], None, 7, {"prompt": "a"}],
+    [[], [-1], [5, 128], [2**40], [1.5], ["a"], [None], [[1, 2], [3.5]], None, 7, {"prompt": "a"}, b"abc"],
     ids=repr,
 )
 def test_bad_prompts(llm, folder, prompt):
@@ -210,6 +210,21 @@ def test_numpy_and_tuples_are_token_ids_too(llm, folder):
     prompt = random_ids(4, 6)
     outputs = llm.generate([tuple(prompt), np.array(prompt)], greedy(4), use_tqdm=False)
     check(folder, [prompt] * 2, greedy(4), outputs)
+
+
+@pytest.mark.parametrize("number", ["uint8(250)", "int8(100)", "int64(2**63 - 1)"])
+def test_numpys_numbers_do_not_overflow(llm, folder, number):
+    """60 + 250 is 54 in eight bits: such a request would never end."""
+    import numpy as np
+
+    max_tokens, prompt = eval(f"np.{number}", {"np": np}), random_ids(5, 60)
+    params = [greedy(max_tokens), greedy(max_tokens, min_tokens=max_tokens), greedy(9, logprobs=np.int8(127))]
+    assert all(type(value) is not type(max_tokens) for one in params for value in vars(one).values())
+    outputs = llm.generate([prompt] * 3, params, use_tqdm=False)
+    assert [len(output.token_ids) for output in outputs] == [min(int(max_tokens), 128 - 60)] * 2 + [9]
+    assert all(len(row) in (127, 128) for row in outputs[2].logprobs)
+    with engine(folder, seed=np.int64(3), max_num_batched_tokens=np.uint8(200)) as other:
+        check(folder, [prompt] * 4, greedy(3), other.generate([prompt] * 4, greedy(3), use_tqdm=False))
 
 
 def test_prompts_around_max_model_len(llm, folder):
@@ -532,6 +547,25 @@ def test_ctrl_c_at_any_line_of_generate(folder, is_async, ctrl_c):
             assert len(llm.scheduler.free_rows) == 64
         assert num_interrupts > 0.9 * num_calls
         check(folder, prompts, greedy(3), llm.generate(prompts, greedy(3), use_tqdm=False))
+
+
+def test_ctrl_c_at_any_line_of_other_calls_leaves_nothing_that_never_ends(folder, ctrl_c):
+    """Case 28, for `add_request`, `abort` and `stream`: what was added or not, the engine comes to rest."""
+    def add_and_abort(llm):
+        llm.abort(llm.add_request([1, 2, 3], greedy(3)))
+
+    with engine(folder, num_kvcache_blocks=16) as llm:
+        for call in (add_and_abort, lambda llm: list(llm.stream([1, 2, 3], greedy(3)))):
+            with ctrl_c_at_line(0) as count:
+                call(llm)
+            for line in range(1, min(count[0], 300)):
+                with ctrl_c_at_line(line), contextlib.suppress(KeyboardInterrupt):
+                    call(llm)
+                for _ in range(8):
+                    llm.step()
+                assert not llm.has_unfinished() and llm.step() == [], f"interrupted at line {line} of {count[0]}"
+                assert llm.scheduler.block_manager.num_free_blocks == 16 and len(llm.scheduler.free_rows) == 64
+        check(folder, [[1, 2, 3]], greedy(3), llm.generate([1, 2, 3], greedy(3), use_tqdm=False))
 
 
 def test_a_step_that_fails_ends_its_own_requests_only(folder, monkeypatch):
@@ -971,3 +1005,39 @@ def test_what_is_no_sampling_params_is_refused(llm, wrong):
         with pytest.raises(ValueError, match="must be SamplingParams"):
             call([1, 2, 3], wrong)
     assert not llm.has_unfinished()
+
+
+@pytest.mark.parametrize("where", ["run", "token_ids"])
+def test_after_a_cuda_error_the_engine_closes_itself_and_says_so(folder, monkeypatch, where):
+    """Such an error stays: every later call of CUDA would fail too. It often comes while a result is awaited."""
+    with engine(folder) as llm:
+        llm.add_request([1, 2, 3], greedy(9))
+        llm.step()
+
+        def fail(*_):
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(*((llm._ranks.runner, "run") if where == "run" else (model_runner.Launch, "token_ids")), fail)
+            with pytest.raises(RuntimeError, match="illegal memory access"):
+                llm.step()
+        for call in (llm.step, lambda: llm.generate([[1]], greedy(1), use_tqdm=False)):
+            with pytest.raises(RuntimeError, match="engine is closed.*illegal memory access"):
+                call()
+
+
+def test_two_engines_in_two_threads(folder):
+    """The step that attention reads is a global, of a thread."""
+    prompts, found = [random_ids(600 + n, 9) for n in range(4)], {}
+    with engine(folder) as first, engine(folder, kvcache_block_size=4) as second:
+
+        def work(number, llm):
+            found[number] = [llm.generate(prompts, greedy(12), use_tqdm=False) for _ in range(6)]
+
+        threads = [threading.Thread(target=work, args=pair) for pair in enumerate((first, second))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    for outputs in found[0] + found[1]:
+        check(folder, prompts, greedy(12), outputs)

@@ -244,6 +244,23 @@ def test_one_token_chunks_come_first_in_a_step():
     assert step(scheduler) == [("b", 0, 1, True), ("d", 0, 1, True), ("a", 0, 6, True), ("c", 0, 5, True)]
 
 
+def test_of_one_token_chunks_the_longest_context_comes_first():
+    """Equal ones in order of arrival, like prompts; what a step drew still reaches the sequence that it belongs to."""
+    scheduler = make(max_num_seqs=5)
+    for name, length in zip("abcd", (3, 6, 5, 6)):
+        add(scheduler, name, length)
+    chunks = scheduler.schedule()
+    assert [(name, length) for name, _, length, _ in plan(chunks)] == [("a", 3), ("b", 6), ("c", 5), ("d", 6)]
+    scheduler.update(chunks, [10, 11, 12, 13])
+    add(scheduler, "e", 4)
+    chunks = scheduler.schedule()
+    assert plan(chunks) == [
+        ("b", 6, 1, True), ("d", 6, 1, True), ("c", 5, 1, True), ("a", 3, 1, True), ("e", 0, 4, True)]
+    scheduler.update(chunks, [21, 23, 22, 20, 24])
+    assert [s.output_token_ids for s in scheduler.running] == [[10, 20], [11, 21], [12, 22], [13, 23], [24]]
+    assert names(scheduler.running) == "abcde"
+
+
 def test_a_one_token_chunk_of_a_longer_prompt_comes_first_too_and_draws_nothing():
     scheduler = make(budget=7)
     add(scheduler, "a", 6)
@@ -743,7 +760,8 @@ def test_abort_with_a_token_in_flight_drops_it():
     third = scheduler.schedule()
     assert plan(third) == [("b", 7, 1, True)]
     index = dict(scheduler.block_manager.index)
-    assert scheduler.update(second, [1006, 1007]) == [b]
+    assert plan(second) == [("b", 6, 1, True), ("a", 5, 1, True)]
+    assert scheduler.update(second, [1007, 1006]) == [b]
     assert a.output_token_ids == [1005] and a.finish_reason == "abort"
     assert scheduler.block_manager.index == index       # nothing of a's was registered after the fact
     assert scheduler.update(third, [1008]) == [b]

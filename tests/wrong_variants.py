@@ -97,8 +97,10 @@ VARIANTS = [
      "            self.running.insert(0, self.waiting.popleft())", "newcomers go first", (SCHEDULER, WALK)),
     ("scheduler.py", "if victim or not budget:", "if victim:",
      "a sequence is admitted with no token of the budget", (SCHEDULER, WALK)),
-    ("scheduler.py", "return sorted(chunks, key=lambda chunk: chunk.num_tokens > 1)", "return chunks",
-     "one-token chunks stand anywhere", (SCHEDULER, WALK)),
+    ("scheduler.py", "return sorted(chunks, key=lambda chunk: -chunk.end if chunk.num_tokens == 1 else 0)",
+     "return chunks", "one-token chunks stand anywhere", (SCHEDULER, WALK)),
+    ("scheduler.py", "-chunk.end if chunk.num_tokens == 1", "chunk.end - 9999 if chunk.num_tokens == 1",
+     "the longest context's attention begins last", (SCHEDULER,)),
     ("scheduler.py", "sequence.num_computed, end == sequence.num_tokens", "sequence.num_computed, True",
      "an unfinished prompt draws a token", (SCHEDULER, WALK)),
     ("scheduler.py", "= end, sequence.num_in_flight + draws_token", "= end, sequence.num_in_flight",
@@ -394,7 +396,7 @@ MODEL_VARIANTS = [
     ("llm_engine.py", "if not sequence.is_owned:", "if True:", "step returns what generate has returned", (ENGINE,)),
     ("llm_engine.py", "refuse_if(len(ids) >= limit,", "refuse_if(len(ids) > limit,",
      "a prompt that leaves no room is taken", (f"{REQUESTS}::test_prompts_around_max_model_len",)),
-    ("llm_engine.py", "        del self._live[sequence.request_id]\n",
+    ("llm_engine.py", "        self._live.pop(sequence.request_id, None)\n",
      "        sequence.is_owned and self._live.pop(sequence.request_id)\n", "an ended request stays live", (ENGINE,)),
     ("llm_engine.py", "[i for i in stop_ids if 0 <= i < size]", "[]", "min_tokens bans nothing", (ENGINE,)),
     ("llm_engine.py", "[i for i in stop_ids if 0 <= i < size]", "[i for i in stop_ids if i < size]",
@@ -402,6 +404,19 @@ MODEL_VARIANTS = [
     ("llm_engine.py", "[s for s in sequences if self._live.get(s.request_id) is s]:", "sequences:",
      "a stream's end aborts whoever has its id by now",
      (f"{ENGINE}::test_a_stream_that_has_ended_leaves_alone_who_has_its_id_by_now",)),
+
+    ("llm_engine.py", "        self.scheduler.add(sequence)        # first: if Ctrl-C comes between, nothing waits for ever\n"
+     "        self._live[sequence.request_id] = sequence\n", "        self._live[sequence.request_id] = sequence\n"
+     "        self.scheduler.add(sequence)\n", "Ctrl-C may leave a request that nobody computes",
+     (f"{REQUESTS}::test_ctrl_c_at_any_line_of_other_calls_leaves_nothing_that_never_ends",)),
+    ("sampling_params.py", 'getattr(value, "item", lambda: value)()', "value", "NumPy's numbers overflow",
+     (f"{REQUESTS}::test_numpys_numbers_do_not_overflow",)),
+    ("attention.py", 'ContextVar("the step under way")', """type("", (), {"set": lambda self, step: vars(self).update(
+    step=step), "get": lambda self: self.step})()""", "all threads share one step",
+     (f"{REQUESTS}::test_two_engines_in_two_threads",)),
+    ("rpc.py", 'if self._peers or "CUDA error" in str(error):', "if self._peers:",
+     "an engine goes on after an error that stays",
+     (f"{REQUESTS}::test_after_a_cuda_error_the_engine_closes_itself_and_says_so",)),
 
     # Messages
     ("rpc.py",
