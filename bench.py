@@ -466,7 +466,7 @@ def parse_args(argv=None):
     work.add_argument("--seed", type=int, default=0)
     engine = parser.add_argument_group("engine options, passed on to LLM(...)")
     engine.add_argument("--dtype", choices=("auto", "bfloat16", "float16", "float32"), default="auto")
-    engine.add_argument("--device", default="auto")
+    engine.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     engine.add_argument("--tensor-parallel-size", type=int, default=1)
     engine.add_argument("--max-model-len", type=int, default=4096, help="capped to what the model allows")
     engine.add_argument("--max-num-seqs", type=int)
@@ -483,6 +483,19 @@ def parse_args(argv=None):
     args.device = ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
     if args.profile and (args.engine != "nanoengine" or not args.device.startswith("cuda")):
         parser.error("--profile needs a CUDA device and --engine nanoengine")
+    for option in ("num_requests", "batches", "repeat", "hf_batch", "tensor_parallel_size"):
+        values = getattr(args, option)
+        if min(values if option == "batches" else [values]) < 1:
+            parser.error(f"--{option.replace('_', '-')} must be at least 1, not {values}")
+    for option, (low, high) in {"--input-len": args.input_len, "--output-len": args.output_len}.items():
+        if not 1 <= low <= high:
+            parser.error(f"{option} {low} {high}: it must be MIN MAX, with 1 <= MIN <= MAX")
+    if args.device.startswith("cuda") and not torch.cuda.is_available():
+        parser.error(f"--device {args.device}: there is no CUDA device")
+    if args.engine == "transformers" and args.tensor_parallel_size > 1:
+        parser.error("--tensor-parallel-size needs --engine nanoengine")
+    if args.plot and not os.path.isdir(os.path.dirname(args.plot) or "."):
+        parser.error(f"--plot {args.plot}: there is no such folder")
     if args.plot and args.engine != "nanoengine":
         parser.error("--plot needs --engine nanoengine: transformers reports no steps")
     if args.plot and importlib.util.find_spec("matplotlib") is None:

@@ -45,9 +45,9 @@ class LLMEngine(AbstractContextManager):
         self._finalizer = weakref.finalize(self, self._ranks.close)
         block_size, num_blocks = self.config.kvcache_block_size, asked.num_kvcache_blocks or self._ranks.call("measure")
         if num_blocks * block_size < (asked.max_model_len or 1) and not asked.num_kvcache_blocks:
-            raise RuntimeError(f"memory is left for {num_blocks} KV blocks of {block_size} tokens, too few for "
-                               f"max_model_len={self.config.max_model_len}: lower it, or raise gpu_memory_utilization")
-        self._ranks.call("allocate", num_blocks)
+            self._ranks.close(f"memory is left for {num_blocks} KV blocks of {block_size} tokens, too few for "
+                              f"max_model_len={self.config.max_model_len}: lower it, or raise gpu_memory_utilization")
+        self._ranks.call("allocate", num_blocks)        # raises that
         logger.info("KV cache: %d blocks of %d tokens", num_blocks, block_size)
         self.scheduler = Scheduler(BlockManager(num_blocks, block_size, self.config.enable_prefix_caching),
                                    self.config.max_num_seqs, self.config.max_num_batched_tokens)

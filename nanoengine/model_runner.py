@@ -54,7 +54,7 @@ class ModelRunner:
             self.settings = torch.zeros(len(sampler.SETTINGS) + 1, num_rows, dtype=torch.float32)  # + prompt length
         self.wishes = {}            # row -> (its SamplingParams, its rules), for draws that aren't plain
         load_weights(folder, self.model.sources())
-        if group.size > 1 and kernels.has_triton(self.history):
+        if group.size > 1 and self.history.is_cuda and kernels.has_triton(self.history):
             most = max(config.max_num_batched_tokens, config.max_num_seqs)
             group.share_memory(most, model_config.hidden_size, self.dtype, self.device)
     def measure(self) -> int:
@@ -94,8 +94,9 @@ class ModelRunner:
         if not self.config.enforce_eager and self.device.type == "cuda" and kernels.has_triton(self.kv_cache):
             try:
                 self.graphs = CudaGraphs(self._decode, sizes, self.padding, self.device)
-            except RuntimeError as error:       # out of memory is one too
+            except RuntimeError if self.group.size == 1 else () as error:       # peers would wait in its collectives
                 logger.warning("no CUDA graphs, decode runs eagerly: %s", error)
+                self.config = replace(self.config, enforce_eager=True)
     @torch.inference_mode()
     def run(self, step: StepInput) -> Launch:
         """Launch one step; returns before the device is done."""

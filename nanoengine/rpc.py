@@ -103,7 +103,7 @@ class Ranks:
         return self._guard(getattr(self.runner, method), *args)
     def token_ids(self, launch) -> list[int]:
         """A launched step's tokens. With peers, the wait is no call into CUDA that a dead one could make endless."""
-        while self._peers and not launch.is_done():
+        while self._peers and not self._guard(launch.is_done):
             self._guard(self._watcher.join, 2e-5)
         return self._guard(launch.token_ids)
     def close(self, why: str = "the engine is closed") -> None:

@@ -22,9 +22,8 @@ class Sequence:
         self.text, self.output, self.is_owned = None, None, False   # OutputText; RequestOutput; for one call alone?
     num_tokens = property(lambda self: len(self.token_ids) + self.num_in_flight)
     output_token_ids = property(lambda self: self.token_ids[self.num_prompt_tokens:])
-    @property
-    def num_uncomputed(self) -> int:    # tokens a step could compute now; the last permitted one's KV is never needed
-        return 0 if self.num_tokens >= self.max_num_tokens else self.num_tokens - self.num_computed
+    # Tokens that a step could compute now. The KV of the last permitted one is never needed.
+    num_uncomputed = property(lambda s: 0 if s.num_tokens >= s.max_num_tokens else s.num_tokens - s.num_computed)
 
 class Chunk(namedtuple("Chunk", "sequence start num_tokens draws_token is_new_row")):
     """A sequence's share of one step: its tokens [start, end). draws_token: it reaches the end of the tokens, so the

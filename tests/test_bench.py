@@ -331,3 +331,17 @@ def test_profile_without_a_gpu_is_refused(capsys):
     with pytest.raises(SystemExit):
         bench.parse_args("--profile --device cpu".split())
     assert "--profile needs a CUDA device" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options, said", [
+    ("--num-requests 0", "--num-requests must be at least 1, not 0"), ("--repeat -1", "--repeat must be at least 1, not -1"),
+    ("--sweep --batches 4 0", "--batches must be at least 1, not [4, 0]"), ("--hf-batch 0", "--hf-batch must be"),
+    ("--input-len 50 10", "--input-len 50 10: it must be MIN MAX"), ("--output-len 0 3", "--output-len 0 3"),
+    ("--device tpu", "invalid choice: 'tpu'"), ("--device cuda", "there is no CUDA device"),
+    ("--engine transformers --tensor-parallel-size 2", "--tensor-parallel-size needs --engine nanoengine"),
+    ("--plot /nowhere/at/all.png", "--plot /nowhere/at/all.png: there is no such folder")])
+def test_wrong_options_are_refused_before_anything_is_measured(options, said, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        bench.parse_args(options.split())
+    assert said in capsys.readouterr().err

@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from nanoengine import SamplingParams, kernels, model_runner
+from nanoengine.config import EngineConfig
 from nanoengine.cuda_graph import CudaGraphs, batch_sizes
+from nanoengine.group import Group
 from nanoengine.model_runner import ModelRunner
 from nanoengine.step_input import FlatStep
 from tiny import assert_same_tokens, engine, oracle_for, random_ids
@@ -98,16 +100,29 @@ def test_without_graphs_steps_are_eager(monkeypatch, caplog, reason):
     monkeypatch.setattr(model_runner, "CudaGraphs", fail)
     runner = stand_in_runner(enforce_eager=reason == "enforce_eager")
     with caplog.at_level(logging.WARNING, "nanoengine"):
-        ModelRunner._capture(runner, [8])
-    assert runner.graphs is None
+        for sizes in ([8], [1, 2, 4, 8]):       # as `allocate` is called twice
+            ModelRunner._capture(runner, sizes)
+            assert runner.graphs is None
     assert [("4 GiB are missing" in text, "eager" in text) for text in caplog.messages] == (
         [(True, True)] if reason == "capture failed" else []
     )
 
 
-def stand_in_runner(**config):
+def test_with_peers_a_failed_capture_is_an_error(monkeypatch):
+    """They wait in the collectives of their own capture: falling back would leave them there."""
+    def fail(*_):
+        raise torch.OutOfMemoryError("4 GiB are missing")
+
+    monkeypatch.setattr(kernels, "has_triton", lambda x: True)
+    monkeypatch.setattr(model_runner, "CudaGraphs", fail)
+    with pytest.raises(torch.OutOfMemoryError, match="4 GiB"):
+        ModelRunner._capture(stand_in_runner(Group(0, 2)), [8])
+
+
+def stand_in_runner(group=Group(), **config):
     return SimpleNamespace(
-        config=SimpleNamespace(**config),
+        config=EngineConfig(**config),
+        group=group,
         device=SimpleNamespace(type="cuda"),
         kv_cache=None,
         graphs=None,

@@ -1,5 +1,6 @@
 """Two GPUs as one (NCCL, graphs with collectives in them). Run with `pytest -m gpu2` on a machine with two."""
 
+import multiprocessing
 import os
 import signal
 import threading
@@ -7,6 +8,7 @@ import time
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny import assert_same_tokens, oracle_for, random_ids
 
 import bench
@@ -18,8 +20,14 @@ PROMPTS = [random_ids(900 + n, 3 + 11 * n) for n in range(9)]
 
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory):
+    """Shapes of Qwen3-0.6B; attention counts for more than in plain random weights, which repeat a token."""
     folder = tmp_path_factory.mktemp("models") / "qwen"
     bench.make_random_model("qwen3-0.6b", folder)
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        for name, tensor in tensors.items():
+            tensor *= 3 if "q_norm" in name else 4 if "o_proj" in name else 1
+        save_file(tensors, file, metadata={"format": "pt"})
     return folder
 
 
@@ -27,7 +35,12 @@ OPTIONS = {"qwen3": {}, "qwen2": {"async_scheduling": False},
            "llama": {"max_num_batched_tokens": 16, "kvcache_block_size": 4, "num_kvcache_blocks": 64}}
 
 def two(folder, **options):
-    return LLM(folder, max_model_len=512, max_num_seqs=16, gpu_memory_utilization=0.3, tensor_parallel_size=2, **options)
+    """With graphs that hold the collectives, and sums over memory that both GPUs read."""
+    settings = dict(max_model_len=512, max_num_seqs=16, gpu_memory_utilization=0.3, tensor_parallel_size=2)
+    llm = LLM(folder, **settings | options)
+    runner = llm._ranks.runner
+    assert runner.graphs.captured.keys() == {1, 2, 4, 8, 16} and len(runner.group.bases) == 2
+    return llm
 
 
 @pytest.mark.parametrize("family", OPTIONS)
@@ -48,15 +61,20 @@ def test_scores_of_two_ranks_are_those_of_one_within_rounding(qwen):
         outputs = llm.generate(PROMPTS, greedy, use_tqdm=False)
     from transformers import AutoModelForCausalLM
     model = AutoModelForCausalLM.from_pretrained(qwen, dtype=torch.float32).cuda()
-    gaps = []
-    for output in outputs:
-        ids = torch.tensor([output.prompt_token_ids + output.token_ids], device="cuda")
+
+    def gaps(prompt, token_ids):
+        ids, chosen = (torch.tensor(x, device="cuda") for x in ([prompt + token_ids], token_ids))
         with torch.inference_mode():
-            logits = model(ids).logits[0, len(output.prompt_token_ids) - 1:-1]
-        chosen = logits.gather(1, torch.tensor(output.token_ids, device="cuda")[:, None])[:, 0]
-        gaps.append(((logits.max(dim=1).values - chosen) / logits.std(dim=1)).max().item())
-    print("largest gap to the best score, in standard deviations:", max(gaps))
-    assert max(gaps) < 0.25
+            logits = model(ids).logits[0, len(prompt) - 1:-1]
+        return (logits.max(dim=1).values - logits.gather(1, chosen[:, None])[:, 0]) / logits.std(dim=1)
+
+    own = torch.stack([gaps(output.prompt_token_ids, output.token_ids) for output in outputs])
+    altered = torch.stack([gaps([1 + output.prompt_token_ids[0], *output.prompt_token_ids[1:]], output.token_ids)
+                           for output in outputs])
+    print(f"largest gap to the best score, in standard deviations: {own.max():.4f}; with another first token in the "
+          f"prompt, mean: {altered.mean():.2f}")
+    assert altered.mean() > 0.5     # or the model is too dull to tell
+    assert own.max() < 0.25
 
 
 def test_a_killed_peer_is_noticed_within_seconds(qwen):
@@ -71,3 +89,20 @@ def test_a_killed_peer_is_noticed_within_seconds(qwen):
     assert not process.is_alive()
     with pytest.raises(RuntimeError, match="closed"):
         llm.generate([[1]], use_tqdm=False)
+
+
+@pytest.mark.parametrize("delay", [6, 14])
+def test_a_peer_is_killed_while_the_engine_starts(qwen, delay):
+    """Loading, measuring or capturing graphs: as many graphs as there can be, so that it takes long."""
+    def kill():
+        [peer] = multiprocessing.active_children()
+        os.kill(peer.pid, signal.SIGKILL)
+
+    killer, begin = threading.Timer(delay, kill), time.monotonic()
+    killer.start()
+    with pytest.raises(RuntimeError, match="rank 1 of 2 failed"):
+        LLM(qwen, max_model_len=512, max_num_seqs=512, tensor_parallel_size=2, gpu_memory_utilization=0.3,
+            cuda_graph_batch_sizes=list(range(1, 513)))
+    assert delay - 0.1 < time.monotonic() - begin < delay + 10
+    killer.join()
+    assert multiprocessing.active_children() == []

@@ -311,6 +311,31 @@ def test_few_pairs_share_contexts_among_many_programs(monkeypatch):
     assert launched == [16, 16, 16, 8, 4, 2, 1, 1]
 
 
+@pytest.mark.parametrize("rank, ranks", [(0, 1), (0, 2), (1, 2), (2, 3)])
+def test_the_norm_adds_up_what_all_ranks_have(device, dtype, rank, ranks):
+    """One-shot all-reduce. The others' memories are this process's too; they have arrived at this rank's counters."""
+    n, size = 7, 80
+    memories = [torch.zeros(n * ranks * 4 + 2 * n * size * dtype.itemsize, dtype=torch.uint8, device=device)
+                for _ in range(ranks)]
+    arrivals = [memory[:n * ranks * 4].view(torch.int32).view(n, ranks) for memory in memories]
+    parts = [memory[n * ranks * 4:].view(dtype).view(2, n, size)[1] for memory in memories]
+    bases = torch.tensor([memory.data_ptr() for memory in memories], device=device)
+    weight, residual = torch.randn(size, device=device).to(dtype), torch.randn(n, size, device=device).to(dtype)
+    for part in parts:
+        part.copy_(torch.randn(n, size))
+    for beside in (None, residual):
+        for others in arrivals:
+            others.zero_()
+        arrivals[rank][:, [other for other in range(ranks) if other != rank]] = 1
+        normed, total = kernels.add_rms_norm(parts[rank], beside, weight, 1e-6, bases, rank)
+        summed = sum(part.float() for part in parts).to(dtype)
+        expected = summed if beside is None else summed + beside
+        assert_close(total, expected)
+        assert_close(normed, torch.rms_norm(expected, (size,), eps=1e-6) * weight)
+        for other in range(ranks):      # its own counters are 0 again; the others have been told that it was here
+            assert arrivals[other].tolist() == [[int(other != rank and column == rank) for column in range(ranks)]] * n
+
+
 @pytest.mark.parametrize("in_features, out_features", [
     (45, 3), (1024, 10)] + [(3000, 4097)] * (not INTERPRETED))
 def test_matvec(device, dtype, in_features, out_features):
@@ -327,7 +352,7 @@ def test_a_graph_replays_with_longer_contexts_and_other_rows(device):
     static_lens = inputs[5].clone()
 
     def step():
-        out = kernels.decode_attention(*inputs[:5], static_lens, inputs[6], (4, 64))
+        out = kernels.decode_attention(*inputs[:5], static_lens, inputs[6], 4)
         return out, *kernels.sample(logits, temperatures, seeds, positions)
 
     step()

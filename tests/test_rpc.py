@@ -263,6 +263,45 @@ def in_peers(llm, function, *args):
     llm._ranks.call("__getattribute__", InPeers(function, *args))
 
 
+def shrink_memory():
+    """What this process says from now on: 1 MB."""
+    os.sysconf = {"SC_PHYS_PAGES": 256, "SC_PAGE_SIZE": 4096}.__getitem__
+
+
+def test_the_rank_with_least_memory_decides(checkpoint):
+    """Case 34."""
+    with start(checkpoint("llama")) as llm:
+        assert llm._ranks.call("measure") == 64 * llm._ranks.runner.block_tables.shape[1]      # all that is useful
+        in_peers(llm, shrink_memory)
+        num_blocks = llm._ranks.call("measure")
+        assert num_blocks == (1 << 20) // 4 // llm._ranks.runner.kv_cache.nbytes
+        llm._ranks.call("allocate", num_blocks)
+        assert llm._ranks.runner.kv_cache.shape[2] == num_blocks + 1
+
+
+def test_an_engine_refused_for_too_little_memory_leaves_nothing(checkpoint, monkeypatch):
+    """Though a notebook keeps the traceback, and with it all that the constructor had made."""
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "sysconf", lambda name: 1)
+        with pytest.raises(RuntimeError, match="left for 0 KV blocks.*max_model_len=128: lower it") as kept:
+            tiny.make_llm(checkpoint("llama"), tensor_parallel_size=2, num_kvcache_blocks=None)
+    assert kept.traceback and children_of(os.getpid()) == []
+    with start(checkpoint("llama")) as llm:
+        check_works(llm, checkpoint("llama"))
+
+
+def test_an_error_while_a_step_is_awaited_closes_the_engine(checkpoint, monkeypatch):
+    with start(checkpoint("llama")) as llm:
+        llm.add_request(PROMPT, greedy(5))
+        llm.step()
+        with monkeypatch.context() as patch:
+            patch.setattr(model_runner.Launch, "is_done", lambda self: trip("no event"))
+            with pytest.raises(LookupError, match="no event"):
+                llm.step()
+        with pytest.raises(RuntimeError, match="the engine is closed: LookupError.*no event"):
+            llm.step()
+
+
 def poison_caches(llm):
     """NaN into the cache of every rank (tiny.make_llm does it for rank 0): what was never written is loud."""
     in_peers(llm, poison_this_process)

@@ -119,8 +119,8 @@ VARIANTS = [
      "a second abort raises", (SCHEDULER,)),
     ("scheduler.py", "self.free_rows = list(range(max_num_seqs - 1, -1, -1))", "self.free_rows = list(range(max_num_seqs))",
      "the last row is given first", (SCHEDULER,)),
-    ("sequence.py", "return 0 if self.num_tokens >= self.max_num_tokens else self.num_tokens - self.num_computed",
-     "return self.num_tokens - self.num_computed", "a step beyond the last token is scheduled", (SCHEDULER, WALK)),
+    ("sequence.py", "0 if s.num_tokens >= s.max_num_tokens else s.num_tokens - s.num_computed",
+     "s.num_tokens - s.num_computed", "a step beyond the last token is scheduled", (SCHEDULER, WALK)),
     ("sequence.py", "len(self.token_ids) + self.num_in_flight", "len(self.token_ids)",
      "the step after a token in flight is never scheduled", (SCHEDULER,)),
     ("sequence.py", "self.start + self.num_tokens)", "self.num_tokens)",
@@ -184,8 +184,8 @@ VARIANTS = [
 ]
 
 
-MODELS, LOADER, KERNELS, LADDER, REQUESTS, RANKS, RPC, TEXT, ENGINE, SOAK = (
-    "test_models.py", "test_loader.py", "test_kernels.py", "test_ladder.py", "test_requests.py", "test_ranks.py",
+GRAPHS, MODELS, LOADER, KERNELS, LADDER, REQUESTS, RANKS, RPC, TEXT, ENGINE, SOAK = (
+    "test_cuda_graph.py", "test_models.py", "test_loader.py", "test_kernels.py", "test_ladder.py", "test_requests.py", "test_ranks.py",
     "test_rpc.py", "test_text.py", "test_walk_engine.py", "test_soak.py")
 LOGITS, TOKENS = f"{MODELS}::test_logits_equal_transformers", f"{MODELS}::test_greedy_tokens_equal_transformers"
 NOISE, KNOWN = (f"{KERNELS}::test_noise_bits_are_those_of_the_definition",
@@ -417,6 +417,24 @@ MODEL_VARIANTS = [
     ("rpc.py", 'if self._peers or "CUDA error" in str(error):', "if self._peers:",
      "an engine goes on after an error that stays",
      (f"{REQUESTS}::test_after_a_cuda_error_the_engine_closes_itself_and_says_so",)),
+
+    ("rpc.py", "self._guard(launch.is_done)", "launch.is_done()", "an error of the device while waiting closes nothing",
+     (f"{RPC}::test_an_error_while_a_step_is_awaited_closes_the_engine",)),
+    ("llm_engine.py", '            self._ranks.close(f"memory', '            raise RuntimeError(f"memory',
+     "a refused engine's processes live on", (f"{RPC}::test_an_engine_refused_for_too_little_memory_leaves_nothing",)),
+    ("model_runner.py", "return int(self.group.all_min(torch.tensor(max(0, fits), device=self.device)))",
+     "return max(0, fits)", "rank 0's memory decides", (f"{RPC}::test_the_rank_with_least_memory_decides",)),
+    ("model_runner.py", "except RuntimeError if self.group.size == 1 else () as error:", "except RuntimeError as error:",
+     "one rank falls back to eager steps alone",
+     (f"{GRAPHS}::test_with_peers_a_failed_capture_is_an_error",)),
+    ("model_runner.py", "                self.config = replace(self.config, enforce_eager=True)\n", "",
+     "a failed capture is tried, and told, again", (f"{GRAPHS}::test_without_graphs_steps_are_eager",)),
+    ("loader.py", "tensor[tuple(slice(s, s + size) for s, size in zip(starts, destination.shape))]",
+     "tensor[:][tuple(slice(s, s + size) for s, size in zip(starts, destination.shape))]",
+     "a rank reads whole tensors", (LOADER,)),
+    ("kernels.py", "            part = tl.multiple_of((tl.load(bases + i) + distance).to(x.dtype), 16)\n",
+     "            part = tl.multiple_of((tl.load(bases + RANK) + distance).to(x.dtype), 16)\n",
+     "a rank adds up its own part only", (KERNELS,)),
 
     # Messages
     ("rpc.py",
