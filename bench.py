@@ -345,16 +345,13 @@ class ProfiledSteps(list):
     """A step log that has `profiler` run while full decode steps number `skip` to `skip + count` complete."""
 
     def __init__(self, profiler, batch, skip=40, count=34):
-        self.profiler, self.batch, self.skip, self.count, self.before = profiler, batch, skip, count, []
-        self.num_full = 0
+        self.profiler, self.batch, self.skip, self.count, self.num_full = profiler, batch, skip, count, 0
 
     def append(self, step):
         super().append(step)
         if step.num_seqs != self.batch or step.num_tokens != self.batch:
             return
         self.num_full += 1
-        if self.num_full <= self.skip:
-            self.before.append(step.seconds * 1e3)
         if self.num_full == self.skip:
             self.profiler.start()
         elif self.num_full == self.skip + self.count:
@@ -394,7 +391,11 @@ def profile_table(events, count):
 
 
 def profile(llm, params_class, batch, bound, seed):
-    """Profile about 30 decode steps at `batch` sequences of about 256 tokens; prints a table, returns it."""
+    """Profile about 30 decode steps at `batch` sequences of about 256 tokens; prints a table, returns it.
+
+    The profiler makes gaps of its own. So the same steps are done once more without it: what they take beyond the
+    time in which kernels and copies were at work is idle too, and no more than that.
+    """
     # Without these a second start of the profiler can crash beside CUDA graphs; torch sets them for its own.
     os.environ |= {"TEARDOWN_CUPTI": "0", "DISABLE_CUPTI_LAZY_REINIT": "1"}
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
@@ -408,13 +409,16 @@ def profile(llm, params_class, batch, bound, seed):
         profiler.export_chrome_trace(trace)
         with open(trace) as file:
             groups, kernels, idle = profile_table(json.load(file)["traceEvents"], log.count)
-    unprofiled = statistics.median(log.before)
+    steps = generate(llm, params_class, fixed_work("profile", batch, 200, 120, bound, seed, 1))[2]
+    full = [step.seconds * 1e3 for step in steps if step.num_seqs == step.num_tokens == batch]
+    unprofiled = statistics.median(full[log.skip:log.skip + log.count])
+    busy = groups["wall"] - groups["idle"]
     print(f"profile, batch {batch}: ms per step and share")
     for group in sorted(groups, key=groups.get):
         print(f"    {group:32} {groups[group]:8.3f} {groups[group] / groups['wall']:7.1%}")
-    print(f"    busy {groups['wall'] - groups['idle']:.3f} ms; a step without the profiler took "
-          f"{unprofiled:.3f} ms; idle per step: median {statistics.median(idle):.3f}, longest {max(idle):.3f} ms; "
-          "largest kernels:")
+    print(f"    idle in a step: median {statistics.median(idle):.3f}, longest {max(idle):.3f} ms\n"
+          f"    busy {busy:.3f} ms; without the profiler such a step took {unprofiled:.3f} ms: "
+          f"{max(0, 1 - busy / unprofiled):.1%} idle\n    largest kernels:")
     for kernel in sorted(kernels, key=kernels.get, reverse=True)[:12]:
         print(f"    {kernels[kernel]:8.3f}  {group_of(kernel):16.16}  {kernel[:80]}")
     return {"batch": batch, "ms_per_step": groups, "idle_ms": idle, "unprofiled_step_ms": unprofiled}
