@@ -54,9 +54,7 @@ class ModelConfig(namedtuple("ModelConfig", """has_qkv_bias has_o_bias has_mlp_b
             refuse_if(name not in asked, f"{path}: {name} is missing (rope_type={rope['rope_type']!r})")
         return cls(**{name: asked[name] for name in cls._fields})
 
-def is_count(value) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and value >= 1
-
+is_count = lambda value: isinstance(value, Integral) and not isinstance(value, bool) and value >= 1
 LIMITS = {"dtype": (("auto", "float32", "bfloat16", "float16").__contains__, "auto, float32, bfloat16 or float16"),
           "device": (("auto", "cuda", "cpu").__contains__, "auto, cuda or cpu"), int: (is_count, "an integer >= 1"),
           "seed": (lambda v: isinstance(v, Integral), "an integer"), bool: (lambda v: isinstance(v, bool), "a bool"),

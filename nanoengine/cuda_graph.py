@@ -15,7 +15,7 @@ class CudaGraphs:
         for size in reversed(batch_sizes):      # largest first: the smaller ones fit into the memory that it took
             inputs = torch.tensor(padding, device=device)[:, None].repeat(1, size)
             decode(inputs)                      # compiles kernels and fills caches outside the capture
-            with torch.cuda.graph(graph := torch.cuda.CUDAGraph(), pool=pool):
+            with torch.cuda.graph(graph := torch.cuda.CUDAGraph(), pool=pool, capture_error_mode="thread_local"):
                 outputs = decode(inputs)
             self.captured[size] = graph, inputs, outputs
     def replay(self, size: int, inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -17,8 +17,7 @@ class Group:
         if self.size > 1:
             dist.all_reduce(x, op)
         return x
-    def all_min(self, x: Tensor) -> Tensor:
-        return self.all_reduce(x, dist.ReduceOp.MIN)
+    all_min = lambda self, x: self.all_reduce(x, dist.ReduceOp.MIN)
     def all_gather(self, x: Tensor) -> Tensor:
         """Every rank's `x`, stacked in rank order: [size, *x.shape]."""
         out = x[None] if self.size == 1 else x.new_empty(self.size, *x.shape)
@@ -52,6 +51,7 @@ class Group:
             return self._parts[0][:num_tokens]
     def release(self) -> None:
         """A rank is gone: let kernels end that wait for it. May be called from any thread."""
+        self.all_reduce = self.all_gather = None        # whoever calls them now would wait for ever
         if self.bases is not None:
             with torch.cuda.stream(self._stream):
                 self._arrivals.copy_(self._many, non_blocking=True)

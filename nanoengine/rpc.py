@@ -76,13 +76,14 @@ class Ranks:
             why = error.value or f"exit code {process.exitcode} (if 1: has your script `if __name__ == '__main__':`?)"
             self.failure = f"rank {rank} of {self._group.size} failed, so the engine is closed: {why}"
         self._group.release()
+        threading.Event().wait(0.1)     # till a collective that was being launched is under way: then it can be ended
         if dist.is_initialized():
             dist.distributed_c10d._abort_process_group()
         self._server = None         # ends waits in `join`
     def check(self) -> None:
         if self.failure:
             self.close()
-            raise RuntimeError(self.failure)
+            raise RuntimeError(self.failure) from None
     def _guard(self, function, *args):
         try:
             result = function(*args)
@@ -90,7 +91,8 @@ class Ranks:
             return result
         except BaseException as error:
             if self._watcher and isinstance(error, Exception):
-                self._watcher.join(3)       # if a peer is to blame, we will know soon
+                traceback.clear_frames(error.__traceback__)     # graphs in there would make the communicator's end wait
+                self._watcher.join(0 if self.failure else 3)    # if a peer is to blame, we will know soon
             self.check()
             if self._peers or "CUDA error" in str(error):      # such errors stay
                 self.close(f"the engine is closed: {error!r:.500}")

@@ -28,7 +28,8 @@ def device_events(monkeypatch):
     events = []
 
     @contextlib.contextmanager
-    def graph(cuda_graph, pool):
+    def graph(cuda_graph, pool, capture_error_mode):
+        assert capture_error_mode == "thread_local"  # another thread may run an engine, or end one
         events.append(("capture", pool))
         yield
         events.append(("captured", pool))

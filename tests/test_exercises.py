@@ -172,7 +172,7 @@ WRONG = {
         ("cuda_graph.py", "            decode(inputs)  ", "            pass  ", "kernels compile during the capture"),
         ("cuda_graph.py", "static_inputs.copy_(inputs, non_blocking=True)", "static_inputs = inputs",
          "the graph never sees its inputs"),
-        ("cuda_graph.py", "torch.cuda.CUDAGraph(), pool=pool)", "torch.cuda.CUDAGraph(), pool=None)",
+        ("cuda_graph.py", "torch.cuda.CUDAGraph(), pool=pool", "torch.cuda.CUDAGraph(), pool=None",
          "each graph has memory of its own"),
     ],
 }
