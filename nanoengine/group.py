@@ -12,7 +12,7 @@ Handle = type("Handle", (Structure,), {"_fields_": [("bytes", c_char * 64)]})   
 class Group:
     """`rank` of `size` ranks. With one rank every call is free."""
     def __init__(self, rank: int = 0, size: int = 1):
-        self.rank, self.size, self.bases = rank, size, None     # bases: where each rank's memory is, if it is shared
+        self.rank, self.size, self.bases, self._stop = rank, size, None, torch.zeros(1, dtype=torch.int32)
     def all_reduce(self, x: Tensor, op=dist.ReduceOp.SUM) -> Tensor:        # in place
         if self.size > 1:
             dist.all_reduce(x, op)
@@ -40,9 +40,9 @@ class Group:
         if self.all_min(torch.tensor(-max(codes), device=device)) < 0:
             return logging.getLogger(__name__).warning(
                 "GPUs can't read each other's memory (CUDA errors %s here), sums go through NCCL", codes)
-        self.bases, self._arrivals, parts = torch.tensor(bases, device=device), memory[:num_bytes], memory[num_bytes:]
-        self._parts, self._stream = list(parts.view(dtype).view(2, num_tokens, width)), torch.cuda.Stream(device)
-        self._many = torch.full_like(self._arrivals, 63, device="cpu").pin_memory()
+        self._parts = list(memory[num_bytes:].view(dtype).view(2, num_tokens, width))
+        self._stop = self._stop.pin_memory()        # 1 when a rank is gone; a GPU can read it
+        self.bases = torch.tensor([*bases, self._stop.data_ptr()], device=device)   # of each rank's memory, and `_stop`
     def part(self, num_tokens: int) -> Tensor | None:
         """Where this rank's part of a sum goes, or None: anywhere. Two buffers take turns: when one is written again,
         every rank has met the others in the sum between, after it had read this one."""
@@ -50,8 +50,6 @@ class Group:
             self._parts.reverse()
             return self._parts[0][:num_tokens]
     def release(self) -> None:
-        """A rank is gone: let kernels end that wait for it. May be called from any thread."""
+        """A rank is gone: let kernels end that wait for it. Not through CUDA: who waits for them may hold its lock."""
         self.all_reduce = self.all_gather = None        # whoever calls them now would wait for ever
-        if self.bases is not None:
-            with torch.cuda.stream(self._stream):
-                self._arrivals.copy_(self._many, non_blocking=True)
+        self._stop[0] = 1

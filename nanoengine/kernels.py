@@ -24,13 +24,13 @@ def _follow(PDL: constexpr):  # programmatic dependent launch: let the next star
         tl.extra.cuda.gdc_wait()
 
 def add_rms_norm(x, residual, weight, eps, bases=None, rank=0):
-    """(RMSNorm(s) * weight, s), [n, size]; s = x + residual, or x. With `bases` [ranks] int64 x is this rank's part
+    """(RMSNorm(s) * weight, s), [n, size]; s = x + residual, or x. With `bases` [ranks + 1] int64 x is this rank's part
     of a sum (one-shot all-reduce): all lie as far from their base, where counters [n, ranks] int32 begin, left at 0."""
     if not has_triton(x):
         total = x if residual is None else x + residual
         return torch.rms_norm(total, total.shape[1:], eps=eps) * weight, total
-    normed, tile, ranks = torch.empty_like(x), triton.next_power_of_2(x.shape[1]), 1 if bases is None else len(bases)
-    total = x if residual is None and bases is None else torch.empty_like(x)
+    normed, ranks = torch.empty_like(x), 1 if bases is None else len(bases) - 1
+    tile, total = triton.next_power_of_2(x.shape[1]), x if residual is None and bases is None else torch.empty_like(x)
     _add_rms_norm_kernel[(len(x),)](x, residual, weight, normed, total, bases, eps, x.shape[1], tile, rank, ranks,
                                     num_warps=min(max(tile // 256, 1), 16), **_options(x.device))
     return normed, total
@@ -47,9 +47,11 @@ def _add_rms_norm_kernel(x, residual, weight, normed, total, bases, eps, SIZE: c
         for i in tl.static_range(RANKS):  # wait until this program has begun on every rank
             tl.atomic_add(tl.load(bases + i).to(tl.pointer_type(tl.int32)) + here + RANK, 1, sem="release", scope="sys")
         mine = tl.load(bases + RANK).to(tl.pointer_type(tl.int32)) + here
+        stop = tl.load(bases + RANKS).to(tl.pointer_type(tl.int32))  # in the CPU's memory: looked at every few ms
         for i in tl.static_range(RANKS):
-            while tl.atomic_add(mine + i, 0, sem="acquire", scope="sys") < 1:
-                pass
+            tries = 0
+            while tl.atomic_add(tl.where(tries % 4096 < 4095, mine + i, stop), 0, sem="acquire", scope="sys") < 1:
+                tries += 1
             tl.atomic_add(mine + i, -1, sem="relaxed", scope="sys")
         tl.debug_barrier()  # all warps' loads come after that
         h, distance = tl.zeros([TILE], tl.float32), x.to(tl.int64) - tl.load(bases + RANK)

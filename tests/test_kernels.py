@@ -319,7 +319,9 @@ def test_the_norm_adds_up_what_all_ranks_have(device, dtype, rank, ranks):
                 for _ in range(ranks)]
     arrivals = [memory[:n * ranks * 4].view(torch.int32).view(n, ranks) for memory in memories]
     parts = [memory[n * ranks * 4:].view(dtype).view(2, n, size)[1] for memory in memories]
-    bases = torch.tensor([memory.data_ptr() for memory in memories], device=device)
+    stop = torch.zeros(1, dtype=torch.int32)
+    stop = stop if INTERPRETED else stop.pin_memory()
+    bases = torch.tensor([memory.data_ptr() for memory in [*memories, stop]], device=device)
     weight, residual = torch.randn(size, device=device).to(dtype), torch.randn(n, size, device=device).to(dtype)
     for part in parts:
         part.copy_(torch.randn(n, size))
@@ -334,6 +336,19 @@ def test_the_norm_adds_up_what_all_ranks_have(device, dtype, rank, ranks):
         assert_close(normed, torch.rms_norm(expected, (size,), eps=1e-6) * weight)
         for other in range(ranks):      # its own counters are 0 again; the others have been told that it was here
             assert arrivals[other].tolist() == [[int(other != rank and column == rank) for column in range(ranks)]] * n
+
+
+def test_the_norm_waits_for_nobody_when_a_rank_is_gone(device):
+    """It may notice late, but must end."""
+    x, stop = torch.randn(8 + 24, device=device), torch.zeros(1, dtype=torch.int32)
+    stop = stop if INTERPRETED else stop.pin_memory()
+    bases = torch.tensor([x.data_ptr(), x.data_ptr(), stop.data_ptr()], device=device)
+    x[:8] = 0       # counters, of which the other rank's never rises: both bases are this one's
+    if INTERPRETED:
+        stop[0] = 1
+    _, total = kernels.add_rms_norm(x[8:].view(1, 24), None, torch.ones(24, device=device), 1e-6, bases, 0)
+    stop[0] = 1     # on a GPU the kernel is waiting by now
+    assert total.shape == (1, 24) and total.isfinite().all()
 
 
 @pytest.mark.parametrize("in_features, out_features", [
