@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from tiny import assert_same_tokens, oracle_for, random_ids
 
 import bench
-from nanoengine import LLM, SamplingParams
+from nanoengine import LLM, SamplingParams, rpc
+from nanoengine.group import Group
 
 pytestmark = pytest.mark.gpu2
 PROMPTS = [random_ids(900 + n, 3 + 11 * n) for n in range(9)]
@@ -34,13 +35,18 @@ def qwen(tmp_path_factory):
 OPTIONS = {"qwen3": {}, "qwen2": {"async_scheduling": False},
            "llama": {"max_num_batched_tokens": 16, "kvcache_block_size": 4, "num_kvcache_blocks": 64}}
 
-def two(folder, **options):
-    """With graphs that hold the collectives, and sums over memory that both GPUs read."""
+def two(folder, shares_memory=True, **options):
+    """With graphs that hold the collectives; sums over memory that both GPUs read, or by NCCL."""
     settings = dict(max_model_len=512, max_num_seqs=16, gpu_memory_utilization=0.3, tensor_parallel_size=2)
     llm = LLM(folder, **settings | options)
     runner = llm._ranks.runner
-    assert runner.graphs.captured.keys() == {1, 2, 4, 8, 16} and len(runner.group.bases) == 2
+    assert runner.graphs.captured.keys() == {1, 2, 4, 8, 16} and (runner.group.bases is not None) == shares_memory
     return llm
+
+
+def check(llm, folder, params):
+    for prompt, one, output in zip(PROMPTS, params, llm.generate(PROMPTS, params, use_tqdm=False)):
+        assert_same_tokens(output, oracle_for(folder, prompt, one))
 
 
 @pytest.mark.parametrize("family", OPTIONS)
@@ -50,9 +56,21 @@ def test_two_ranks_draw_the_oracles_tokens(checkpoint, family):
     kinds = [dict(temperature=0)] * 9, [dict(temperature=0.8, seed=n, top_k=5 * (n % 2)) for n in range(9)]
     with two(folder, dtype="float32", **OPTIONS[family]) as llm:
         for kind in (*kinds, kinds[0]):
-            params = [SamplingParams(max_tokens=24, ignore_eos=True, **some) for some in kind]
-            for prompt, one, output in zip(PROMPTS, params, llm.generate(PROMPTS, params, use_tqdm=False)):
-                assert_same_tokens(output, oracle_for(folder, prompt, one))
+            check(llm, folder, [SamplingParams(max_tokens=24, ignore_eos=True, **some) for some in kind])
+
+
+def serve_without_shared_memory(*args):
+    Group.share_memory = lambda *_: None
+    rpc.serve(*args)
+
+
+def test_sums_by_nccl_where_memory_cannot_be_shared(checkpoint, monkeypatch):
+    folder = checkpoint("qwen3")
+    monkeypatch.setattr(rpc, "serve", serve_without_shared_memory)
+    monkeypatch.setattr(Group, "share_memory", lambda *_: None)
+    with two(folder, shares_memory=False, dtype="float32") as llm:
+        for _ in range(2):
+            check(llm, folder, [SamplingParams(max_tokens=24, ignore_eos=True, temperature=0)] * 9)
 
 
 def test_scores_of_two_ranks_are_those_of_one_within_rounding(qwen):
