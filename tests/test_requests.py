@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import tiny
-from nanoengine import LLM, SamplingParams, model_runner
+from nanoengine import LLM, SamplingParams, attention, model_runner
 from tiny import assert_same_tokens, copy_checkpoint, drain, engine, oracle, oracle_for, random_ids
 
 NAN, INF = float("nan"), float("inf")
@@ -1024,6 +1024,16 @@ def test_after_a_cuda_error_the_engine_closes_itself_and_says_so(folder, monkeyp
         for call in (llm.step, lambda: llm.generate([[1]], greedy(1), use_tqdm=False)):
             with pytest.raises(RuntimeError, match="engine is closed.*illegal memory access"):
                 call()
+
+
+def test_a_step_is_forgotten_when_it_is_launched_or_has_failed(folder, monkeypatch):
+    with engine(folder) as llm:
+        llm.generate([[1, 2, 3]], greedy(2), use_tqdm=False)
+        assert attention.get_context() is None
+        with monkeypatch.context() as patch:
+            patch.setattr(llm._ranks.runner.model, "forward", lambda *_: 1 / 0)
+            (output,) = llm.generate([[1, 2, 3]], greedy(2), use_tqdm=False)
+        assert output.finish_reason == "error" and attention.get_context() is None
 
 
 def test_two_engines_in_two_threads(folder):
