@@ -12,7 +12,7 @@ Handle = type("Handle", (Structure,), {"_fields_": [("bytes", c_char * 64)]})   
 class Group:
     """`rank` of `size` ranks. With one rank every call is free."""
     def __init__(self, rank: int = 0, size: int = 1):
-        self.rank, self.size, self.bases, self._stop = rank, size, None, torch.zeros(1, dtype=torch.int32)
+        self.rank, self.size, self.bases, self._stop = rank, size, None, [0]
     def all_reduce(self, x: Tensor, op=dist.ReduceOp.SUM) -> Tensor:        # in place
         if self.size > 1:
             dist.all_reduce(x, op)
@@ -41,7 +41,7 @@ class Group:
             return logging.getLogger(__name__).warning(
                 "GPUs can't read each other's memory (CUDA errors %s here), sums go through NCCL", codes)
         self._parts = list(memory[num_bytes:].view(dtype).view(2, num_tokens, width))
-        self._stop = self._stop.pin_memory()        # 1 when a rank is gone; a GPU can read it
+        self._stop = torch.tensor(self._stop, dtype=torch.int32).pin_memory()   # [1]: a rank is gone. GPUs can read it
         self.bases = torch.tensor([*bases, self._stop.data_ptr()], device=device)   # of each rank's memory, and `_stop`
     def part(self, num_tokens: int) -> Tensor | None:
         """Where this rank's part of a sum goes, or None: anywhere. Two buffers take turns: when one is written again,

@@ -238,6 +238,15 @@ def test_one_rank_talks_to_nobody():
     assert Group().all_gather(x).tolist() == [x.tolist()]
 
 
+def test_when_a_rank_is_gone_collectives_fail_at_once():
+    """NCCL's would wait for a lock that whoever ends them holds."""
+    group, x = Group(0, 2), torch.zeros(3)
+    group.release()
+    for collective in (lambda: group.all_reduce(x), lambda: group.all_min(x), lambda: group.all_gather(x)):
+        with pytest.raises(TypeError):
+            collective()
+
+
 # ---- in a peer
 
 
