@@ -24,8 +24,8 @@ def _follow(PDL: constexpr):  # programmatic dependent launch: let the next star
         tl.extra.cuda.gdc_wait()
 
 def add_rms_norm(x, residual, weight, eps, bases=None, rank=0):
-    """(RMSNorm(s) * weight, s), [n, size]; s = x + residual, or x. With `bases` [ranks + 1] int64 x is this rank's part
-    of a sum (one-shot all-reduce): all lie as far from their base, where counters [n, ranks] int32 begin, left at 0."""
+    """(RMSNorm(s) * weight, s), [n, size]; s = x + residual, or x. With `bases` [ranks + 1] int64 a one-shot all-reduce
+    of x first: all lie as far from their base, where counters [n, ranks] int32 begin, left at 0; last, `Group._stop`."""
     if not has_triton(x):
         total = x if residual is None else x + residual
         return torch.rms_norm(total, total.shape[1:], eps=eps) * weight, total
@@ -47,7 +47,7 @@ def _add_rms_norm_kernel(x, residual, weight, normed, total, bases, eps, SIZE: c
         for i in tl.static_range(RANKS):  # wait until this program has begun on every rank
             tl.atomic_add(tl.load(bases + i).to(tl.pointer_type(tl.int32)) + here + RANK, 1, sem="release", scope="sys")
         mine = tl.load(bases + RANK).to(tl.pointer_type(tl.int32)) + here
-        stop = tl.load(bases + RANKS).to(tl.pointer_type(tl.int32))  # in the CPU's memory: looked at every few ms
+        stop = tl.load(bases + RANKS).to(tl.pointer_type(tl.int32))  # the CPU's: 1 ends all waits; read every few ms
         for i in tl.static_range(RANKS):
             tries = 0
             while tl.atomic_add(tl.where(tries % 4096 < 4095, mine + i, stop), 0, sem="acquire", scope="sys") < 1:
