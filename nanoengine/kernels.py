@@ -25,7 +25,7 @@ def _follow(PDL: constexpr):  # programmatic dependent launch: let the next star
 
 def add_rms_norm(x, residual, weight, eps, bases=None, rank=0):
     """(RMSNorm(s) * weight, s), [n, size]; s = x + residual, or x. With `bases` [ranks + 1] int64 a one-shot all-reduce
-    of x first: all lie as far from their base, where counters [n, ranks] int32 begin, left at 0; last, `Group._stop`."""
+    of x first: all lie as far from their base, where counters [n, ranks] int32 begin, left at 0; last `Group._stop`."""
     if not has_triton(x):
         total = x if residual is None else x + residual
         return torch.rms_norm(total, total.shape[1:], eps=eps) * weight, total
