@@ -344,7 +344,7 @@ GROUPS = {"attention": ("decode_attention", "flash", "attention", "fmha"), "samp
 class ProfiledSteps(list):
     """A step log that has `profiler` run while full decode steps number `skip` to `skip + count` complete."""
 
-    def __init__(self, profiler, batch, skip=40, count=34):
+    def __init__(self, profiler, batch, skip=26, count=64):
         self.profiler, self.batch, self.skip, self.count, self.num_full = profiler, batch, skip, count, 0
 
     def append(self, step):
@@ -391,7 +391,7 @@ def profile_table(events, count):
 
 
 def profile(llm, params_class, batch, bound, seed):
-    """Profile about 30 decode steps at `batch` sequences of about 256 tokens; prints a table, returns it.
+    """Profile 60 decode steps at `batch` sequences of about 256 tokens; prints a table, returns it.
 
     The profiler makes gaps of its own. So the same steps are done once more without it: what they take beyond the
     time in which kernels and copies were at work is idle too, and no more than that.

@@ -32,8 +32,8 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = (RMSNorm(size, self.eps) if config.has_qk_norm else None for _ in range(2))
     def forward(self, hidden: Tensor, positions: Tensor, cos_sin: Tensor, cache: tuple[Tensor, ...]) -> Tensor:
         q = kernels.rope_and_store(                 # [num_tokens, num_heads, head_dim]
-            self.qkv_proj(hidden), positions, get_context().slot_mapping, cos_sin, *cache[:2], self.num_heads,
-            self.q_norm and self.q_norm.weight, self.k_norm and self.k_norm.weight, self.eps)
+            self.qkv_proj(hidden), get_context().token_rows, positions, get_context().slot_mapping, cos_sin, *cache,
+            self.num_heads, self.q_norm and self.q_norm.weight, self.k_norm and self.k_norm.weight, self.eps)
         return self.o_proj(paged_attention(q, *cache, q.shape[2] ** -0.5).flatten(1))
 
 class DecoderLayer(nn.Module):
@@ -88,8 +88,7 @@ def rotary_table(rope: dict, head_dim: int, max_position: int) -> Tensor:
         kept = ((waves * frequencies - low) / (high - low)).clamp(0, 1)
     elif rope_type == "yarn":
         low, high = (len(i) * math.log(waves / rope[name], theta) for name in ("beta_fast", "beta_slow"))
-        if rope["truncate"]:
-            low, high = math.floor(low), math.ceil(high)
+        low, high = (math.floor(low), math.ceil(high)) if rope["truncate"] else (low, high)
         low, high = max(low, 0), min(high, head_dim - 1)
         kept = 1 - ((i - low) / max(high - low, 0.001)).clamp(0, 1)
         scales = rope.get("mscale"), rope.get("mscale_all_dim")

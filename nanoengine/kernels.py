@@ -66,11 +66,12 @@ def _add_rms_norm_kernel(x, residual, weight, normed, total, bases, eps, SIZE: c
     scale = tl.rsqrt(tl.sum(h.to(tl.float32) * h) / SIZE + eps)
     tl.store(normed + place, (h * scale).to(h.dtype) * tl.load(weight + column, mask, 0.0), mask)
 
-def rope_and_store(qkv, positions, slots, cos_sin, k_cache, v_cache, num_heads, q_norm, k_norm, eps):
-    """Rotate q and k by position (halves paired, as HF's `rotate_half`), store k and v: q [n, num_heads, head_dim].
-    qkv [n, (num_heads + 2 num_kv_heads) * head_dim]; positions, slots (block * block_size + offset) [n] integers;
-    cos_sin [max_position, 2, head_dim / 2] float32; q_norm, k_norm [head_dim], weights of RMSNorms before, or None."""
-    num_kv_heads, half = k_cache.shape[2], k_cache.shape[3] // 2
+def rope_and_store(qkv, rows, positions, slots, cos_sin, k_cache, v_cache, tables, num_heads, q_norm, k_norm, eps):
+    """Rotate q and k by position (halves paired, as HF's `rotate_half`), store k and v, note their blocks in the rows'
+    block tables: q [n, num_heads, head_dim]. qkv [n, (num_heads + 2 num_kv_heads) * head_dim]; rows, positions, slots
+    (block * block_size + offset) [n]; cos_sin [max_position, 2, head_dim / 2] float32; tables [rows, max_blocks] int32;
+    q_norm, k_norm [head_dim], weights of RMSNorms before, or None."""
+    (block_size, num_kv_heads), half = k_cache.shape[1:3], k_cache.shape[3] // 2
     if not has_triton(qkv):
         qk, v = qkv.unflatten(1, (-1, 2 * half)).split([num_heads + num_kv_heads, num_kv_heads], dim=1)
         if q_norm is not None:
@@ -78,35 +79,36 @@ def rope_and_store(qkv, positions, slots, cos_sin, k_cache, v_cache, num_heads, 
         (a, b), (cos, sin) = qk.float().chunk(2, dim=-1), cos_sin[positions][:, :, None].unbind(1)  # [n, heads|1, half]
         qk = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(qkv.dtype)
         k_cache.flatten(0, 1)[slots], v_cache.flatten(0, 1)[slots] = qk[:, num_heads:], v
+        tables[rows, positions // block_size] = (slots // block_size).int()
         return qk[:, :num_heads]
     q, grid = qkv.new_empty(len(qkv), num_heads, 2 * half), (len(qkv), triton.cdiv(num_heads + 2 * num_kv_heads, 8))
-    _rope_and_store_kernel[grid](qkv, positions, slots, cos_sin, k_cache, v_cache, q_norm, k_norm, q, eps, num_heads,
-                                 num_kv_heads, half, triton.next_power_of_2(half), **_options(q.device))
+    _rope_and_store_kernel[grid](qkv, rows, positions, slots, cos_sin, k_cache, v_cache, tables, q_norm, k_norm, q, eps,
+        tables.shape[1], block_size, num_heads, num_kv_heads, half, triton.next_power_of_2(half), **_options(q.device))
     return q
 
 @jit
-def _rope_and_store_kernel(qkv, positions, slots, cos_sin, k_cache, v_cache, q_norm, k_norm, q, eps, HEADS: constexpr,
-                           KV_HEADS: constexpr, HALF: constexpr, TILE: constexpr, PDL: constexpr):
+def _rope_and_store_kernel(qkv, rows, positions, slots, cos_sin, k_cache, v_cache, tables, q_norm, k_norm, q, eps,
+                           max_blocks, BLOCK: constexpr, HEADS: constexpr, KV_HEADS: constexpr, HALF: constexpr,
+                           TILE: constexpr, PDL: constexpr):
     _follow(PDL)
     token, dim = tl.program_id(0).to(tl.int64), tl.arange(0, TILE)[None, :]
     row = (tl.program_id(1) * 8 + tl.arange(0, 8))[:, None]  # 8 of: HEADS rows of q, KV_HEADS of k, KV_HEADS of v
     mask, is_q, is_v = (row < HEADS + 2 * KV_HEADS) & (dim < HALF), row < HEADS, row >= HEADS + KV_HEADS
     source = qkv + (token * (HEADS + 2 * KV_HEADS) + row) * 2 * HALF + dim
-    a, b = tl.load(source, mask, 0.0), tl.load(source + HALF, mask, 0.0)  # the halves of each head
-    place = (tl.load(slots + token).to(tl.int64) * KV_HEADS + row - HEADS) * 2 * HALF
-    tl.store(v_cache + place - KV_HEADS * 2 * HALF + dim, a, mask & is_v)
-    tl.store(v_cache + place - KV_HEADS * 2 * HALF + dim + HALF, b, mask & is_v)
+    first, second = tl.load(source, mask, 0.0), tl.load(source + HALF, mask, 0.0)  # the halves of each head
+    a, b = first, second
+    slot, position = tl.load(slots + token).to(tl.int64), tl.load(positions + token).to(tl.int64)
+    tl.store(tables + tl.load(rows + token).to(tl.int64) * max_blocks + position // BLOCK, slot // BLOCK)
+    cache = tl.where(is_v, v_cache - KV_HEADS * 2 * HALF, k_cache) + (slot * KV_HEADS + row - HEADS) * 2 * HALF
     if q_norm is not None:
         scale = tl.rsqrt(tl.sum(a.to(tl.float32) * a + b.to(tl.float32) * b, 1) / (2 * HALF) + eps)[:, None]
         weight = tl.where(is_q, q_norm, k_norm) + dim
         a, b = (a * scale).to(a.dtype) * tl.load(weight, mask), (b * scale).to(b.dtype) * tl.load(weight + HALF, mask)
-    angle = cos_sin + tl.load(positions + token).to(tl.int64) * 2 * HALF + dim
+    angle = cos_sin + position * 2 * HALF + dim
     cos, sin = tl.load(angle, dim < HALF, 0.0), tl.load(angle + HALF, dim < HALF, 0.0)
-    a, b = a * cos - b * sin, b * cos + a * sin
-    tl.store(q + (token * HEADS + row) * 2 * HALF + dim, a, mask & is_q)
-    tl.store(q + (token * HEADS + row) * 2 * HALF + dim + HALF, b, mask & is_q)
-    tl.store(k_cache + place + dim, a, mask & ~is_q & ~is_v)
-    tl.store(k_cache + place + dim + HALF, b, mask & ~is_q & ~is_v)
+    out = tl.where(is_q, q + (token * HEADS + row) * 2 * HALF, cache) + dim
+    tl.store(out, tl.where(is_v, first, a * cos - b * sin), mask)
+    tl.store(out + HALF, tl.where(is_v, second, b * cos + a * sin), mask)
 
 def silu_mul(gate_up):
     """silu(gate) * up of gate_up [n, 2 * width], gate first: [n, width]."""
@@ -140,38 +142,39 @@ def gumbel_noise(seeds, positions, token_ids):  # standard Gumbel [n, vocab] flo
     bits = noise_bits(seeds[:, None], positions[:, None], token_ids, _mix, torch.int32)
     return -torch.log(-torch.log1p(-((bits.float() + 0.5) * 2**-31).clamp_(max=1 - 2**-24)))
 
-def sample(logits, temperatures, seeds, positions, vocab_start=0):
-    """One token per row, drawn from softmax(logits / temperature): argmax of logit + temperature * Gumbel noise, or the
-    lowest id of equals. logits [n, vocab_shard], row stride free, column 0: vocab_start; temperatures [n] float32;
-    seeds [n] int64; positions [n] of the draws. Scores [n] float32, ids [n] int32: of several shards the best wins."""
+def sample(logits, rows, temperatures, seeds, positions, vocab_start=0):
+    """Each token drawn from softmax(logits / temperature): argmax of logit + temperature * Gumbel noise, or the lowest
+    id of equals. logits [n, vocab_shard], row stride free, column 0: vocab_start; rows [n] of temperatures float32 and
+    seeds int64; positions [n] of the draws. Scores [n] float32, ids [n] int32: of several shards the best wins."""
     if not has_triton(logits):
         token_ids = torch.arange(vocab_start, vocab_start + logits.shape[1], device=logits.device)
-        draws = temperatures.nonzero()[:, 0]  # noise costs more than all the rest; greedy rows need none
-        noise = temperatures[draws, None] * gumbel_noise(seeds[draws], positions[draws], token_ids)
+        draws = temperatures[rows].nonzero()[:, 0]  # noise costs more than all the rest; greedy rows need none
+        noise = temperatures[rows[draws], None] * gumbel_noise(seeds[rows[draws]], positions[draws], token_ids)
         scores, best = logits.float().index_add(0, draws, noise).max(dim=1)
         return scores, (best + vocab_start).int()
     part_scores = torch.empty(len(logits), triton.cdiv(logits.shape[1], 2048), device=logits.device)
     part_ids = torch.empty_like(part_scores, dtype=torch.int32)
-    _sample_kernel[part_ids.T.shape](logits, temperatures, seeds, positions, part_scores, part_ids, logits.stride(0),
-                                     logits.shape[1], vocab_start, **_options(seeds.device))
+    _sample_kernel[part_ids.T.shape](logits, rows, temperatures, seeds, positions, part_scores, part_ids,
+                                     logits.stride(0), logits.shape[1], vocab_start, **_options(logits.device))
     scores, best = part_scores.max(dim=1, keepdim=True)
     return scores[:, 0], part_ids.gather(1, best)[:, 0]
 
 @jit
-def _sample_kernel(logits, temperatures, seeds, positions, part_scores, part_ids, stride, vocab, first, PDL: constexpr):
+def _sample_kernel(logits, rows, temperatures, seeds, positions, scores, ids, stride, vocab, first, PDL: constexpr):
     log: constexpr = tl.extra.cuda.libdevice.fast_logf if PDL else tl.log  # two instructions, not 16; error < 1e-5
     _follow(PDL)
-    row, column = tl.program_id(1).to(tl.int64), tl.program_id(0) * 2048 + tl.arange(0, 2048)
-    score = tl.load(logits + row * stride + column, column < vocab, float("-inf")).to(tl.float32)
+    index, column = tl.program_id(1).to(tl.int64), tl.program_id(0) * 2048 + tl.arange(0, 2048)
+    score = tl.load(logits + index * stride + column, column < vocab, float("-inf")).to(tl.float32)
+    row = tl.load(rows + index)
     temperature = tl.load(temperatures + row)
     if temperature > 0:
-        bits = _noise_bits_jit(tl.load(seeds + row), tl.load(positions + row), first + column, _mix_jit, tl.int32)
+        bits = _noise_bits_jit(tl.load(seeds + row), tl.load(positions + index), first + column, _mix_jit, tl.int32)
         v = tl.minimum((bits.to(tl.float32) + 0.5) * 2**-31, 1 - 2**-24)  # small: 1 - v would round it away
         score -= temperature * log(tl.where(v < 1 / 64, v * (1 + v * (0.5 + v / 3)), -log(1 - v)))
-    best, index = tl.max(tl.where(score == score, score, float("-inf")), 0, return_indices=True)  # a NaN must not win
-    part = row * tl.num_programs(0) + tl.program_id(0)
-    tl.store(part_scores + part, best)
-    tl.store(part_ids + part, first + tl.program_id(0) * 2048 + index)
+    best, at = tl.max(tl.where(score == score, score, float("-inf")), 0, return_indices=True)  # a NaN must not win
+    part = index * tl.num_programs(0) + tl.program_id(0)
+    tl.store(scores + part, best)
+    tl.store(ids + part, first + tl.program_id(0) * 2048 + at)
 
 def decode_attention(q, k_cache, v_cache, block_tables, rows, context_lens, scale, splits=None):
     """`attention.plain_attention` of one token a sequence (flash-decoding: PyTorch blog, 2023). q [n, num_heads, size];

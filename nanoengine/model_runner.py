@@ -1,6 +1,6 @@
 """One rank: the model, its KV cache, and the persistent state of the batch; turns a StepInput into tokens, decides
 nothing. The token history lives here, on the device: a step gathers its inputs from it and writes drawn tokens into it,
-so the next step can be launched before anybody has read them. The block table too: a token's slot tells its block.
+so the next step can be launched before anybody has read them. The block tables too: `kernels.rope_and_store` fills in.
     history   row 3 | 11 42 7 99 23 .  .  . |      a decode step of row 3 reads position 4 (23), computes it,
                                  ^  ^              and writes the token it draws to position 5"""
 import logging
@@ -120,15 +120,14 @@ class ModelRunner:
     def _compute(self, step: FlatStep) -> tuple[Tensor, Tensor]:
         """Gather the inputs, run the model, draw: token ids [num_chunks] and this rank's logits [num_chunks, vocab].
         step: its arrays as int64 tensors on the device; last_indices None: all."""
-        rows, places, head, size = step.rows, step.draw_positions, self.model.lm_head, self.block_size
-        self.block_tables[step.token_rows, step.positions // size] = (step.slot_mapping // size).int()
+        rows, places, head = step.rows, step.draw_positions, self.model.lm_head
         attention.set_context(step)
         try:
             hidden = self.model(self.history[step.token_rows, step.positions], step.positions)
         finally:
             attention.reset_context()
         logits = head.logits(hidden if step.last_indices is None else hidden[step.last_indices])
-        scores, drawn = kernels.sample(logits, self.settings[0, rows], self.seeds[rows], places, head.vocab_start)
+        scores, drawn = kernels.sample(logits, rows, self.settings[0], self.seeds, places, head.vocab_start)
         if self.group.size > 1:     # each rank drew the best of its part of the vocabulary: the best of these wins
             pairs = self.group.all_gather(torch.stack((scores.double(), drawn.double())))       # [size, 2, num_chunks]
             drawn = pairs[:, 1].gather(0, pairs[:, 0].argmax(0, keepdim=True))[0].int()
@@ -148,7 +147,7 @@ class ModelRunner:
             changed = sampler.penalise(changed, history, positions, settings)
         if any(p.has_filters for p in params):
             changed = sampler.filter_logits(changed, settings)
-        drawn = kernels.sample(changed, settings[0], self.seeds[rows], positions)[1]
+        drawn = kernels.sample(changed, rows, self.settings[0], self.seeds, positions)[1]
         token_ids[chunk_ids] = self.history[rows, positions] = drawn
         wanted = {i: 1 + p.logprobs for i, p in enumerate(params) if p.logprobs is not None}
         ids, values = map(to_host, sampler.top_logprobs(raw, drawn, max(wanted.values()))) if wanted else ((), ())
@@ -170,8 +169,7 @@ class ModelRunner:
         packed = self._pinned(np.concatenate(padded, dtype=np.int64, casting="unsafe"))
         parts = packed.to(self.device, non_blocking=True).split([len(array) for array in padded])
         return tuple(part[:len(array)] for part, array in zip(parts, arrays))
-    def _pinned(self, array: np.ndarray) -> Tensor:
-        """A host copy that the device can read by itself. torch's pinned allocator reuses it only after that."""
+    def _pinned(self, array: np.ndarray) -> Tensor:     # a copy the device reads by itself; reused only after that
         return torch.from_numpy(array).pin_memory() if self.device.type == "cuda" else torch.from_numpy(array)
 
 def to_host(tensor: Tensor) -> Tensor:

@@ -99,20 +99,25 @@ def test_rope_and_store(device, dtype, head_dim, num_heads, num_kv_heads, block_
     angles = torch.rand(50, head_dim // 2, device=device) * 6
     cos_sin = torch.stack([angles.cos(), angles.sin()], dim=1)
     norms = torch.randn(2, head_dim, device=device).to(dtype) if has_norm else (None, None)
+    rows, max_blocks = ints(torch.randperm(n + 2)[:n], device), 49 // block_size + 3
     results = []
     for is_plain in (False, True):
         shape = 2, num_blocks, block_size, num_kv_heads, head_dim
         k_cache, v_cache = torch.full(shape, NAN, dtype=dtype, device=device)
-        args = qkv, positions, slots, cos_sin, k_cache, v_cache, num_heads, *norms, 1e-6
+        tables = torch.full((n + 2, max_blocks), -7, dtype=torch.int32, device=device)
+        args = qkv, rows, positions, slots, cos_sin, k_cache, v_cache, tables, num_heads, *norms, 1e-6
         q = plain(kernels.rope_and_store, *args) if is_plain else kernels.rope_and_store(*args)
-        results.append((q, k_cache.flatten(0, 1), v_cache.flatten(0, 1)))
-    (q, k, v), (expected_q, expected_k, expected_v) = results
+        results.append((q, k_cache.flatten(0, 1), v_cache.flatten(0, 1), tables))
+    (q, k, v, tables), (expected_q, expected_k, _, expected_tables) = results
     assert q.is_contiguous()
     assert_close(q, expected_q)
     assert_close(k[slots], expected_k[slots])
     assert torch.equal(v[slots], qkv.unflatten(1, (-1, head_dim))[:, -num_kv_heads:])
     untouched = torch.ones(len(k), dtype=torch.bool, device=device).index_fill_(0, slots.long(), False)
     assert k[untouched].isnan().all() and v[untouched].isnan().all()
+    for row, position, slot in zip(rows.tolist(), positions.tolist(), slots.tolist()):
+        assert tables[row, position // block_size] == slot // block_size
+    assert torch.equal(tables, expected_tables) and (tables != -7).sum() == n
 
 
 @pytest.mark.parametrize("width", [45, 3072])
@@ -161,7 +166,8 @@ def test_noise_at_the_ends_of_its_range_is_finite(monkeypatch):
 def test_draws_follow_the_softmax():
     logits, temperature = torch.tensor([2.0, 1.0, 0.0, -1.0, 0.5, NAN, -3.0, 1.5]).nan_to_num(-torch.inf), 0.7
     n = 40000
-    _, drawn = plain(kernels.sample, logits.expand(n, -1), torch.full((n,), temperature), torch.arange(n),
+    rows = torch.arange(n)
+    _, drawn = plain(kernels.sample, logits.expand(n, -1), rows, torch.full((n,), temperature), rows,
                      ints(range(n), "cpu") % 100)
     expected = (logits / temperature).softmax(0) * n
     counts = torch.bincount(drawn, minlength=len(logits))
@@ -170,11 +176,13 @@ def test_draws_follow_the_softmax():
 
 
 def sample_inputs(n, vocab, device, dtype=torch.float32):
-    seeds = torch.randint(-2**62, 2**62, (n,), device=device)
-    temperatures = torch.rand(n, device=device) + 0.5
-    temperatures[::3] = 0
+    """(logits, rows, temperatures, seeds, positions): rows in no order, of which every third is greedy."""
+    rows = torch.randperm(n + 3, device=device)[:n]
+    seeds = torch.randint(-2**62, 2**62, (n + 3,), device=device)
+    temperatures = torch.rand(n + 3, device=device) + 0.5
+    temperatures[rows[::3]] = 0
     logits = 3 * torch.randn(n, vocab + 8, device=device).to(dtype)[:, :vocab]
-    return logits, temperatures, seeds, ints(range(n), device)
+    return logits, rows, temperatures, seeds, ints(range(n), device)
 
 
 @pytest.mark.parametrize("n, vocab", [
@@ -185,9 +193,9 @@ def test_sample(device, dtype, n, vocab):
     expected_scores, expected_ids = plain(kernels.sample, *inputs, vocab_start=7)
     assert token_ids.dtype == torch.int32 and scores.dtype == torch.float32
     torch.testing.assert_close(scores, expected_scores, atol=1e-4, rtol=1e-5)
-    logits, temperatures = inputs[:2]
-    noise = kernels.gumbel_noise(*inputs[2:], torch.arange(7, vocab + 7, device=device))
-    noised = logits.float() + temperatures[:, None] * noise
+    logits, rows, temperatures, seeds, positions = inputs
+    noise = kernels.gumbel_noise(seeds[rows], positions, torch.arange(7, vocab + 7, device=device))
+    noised = logits.float() + temperatures[rows, None] * noise
     chosen = noised.gather(1, token_ids[:, None].long() - 7)[:, 0]  # another id only where rounding ties them
     torch.testing.assert_close(chosen, expected_scores, atol=1e-4, rtol=1e-5)
     assert torch.equal(token_ids[::3], logits[::3].float().argmax(1).int() + 7)
@@ -195,11 +203,11 @@ def test_sample(device, dtype, n, vocab):
 
 def test_the_kernel_draws_the_same_noise_token_by_token(device):
     n = 40 if INTERPRETED else 3000
-    _, _, seeds, positions = sample_inputs(n, 1, device)
+    _, rows, temperatures, seeds, positions = sample_inputs(n, 1, device)
     logits = torch.full((n, n), -torch.inf, device=device).fill_diagonal_(0)  # row i can only draw token i
-    scores, token_ids = kernels.sample(logits, torch.ones(n, device=device), seeds, positions, 100000)
+    scores, token_ids = kernels.sample(logits, rows, torch.ones_like(temperatures), seeds, positions, 100000)
     assert token_ids.tolist() == list(range(100000, 100000 + n))
-    expected = kernels.gumbel_noise(seeds, positions, torch.arange(100000, 100000 + n, device=device))
+    expected = kernels.gumbel_noise(seeds[rows], positions, torch.arange(100000, 100000 + n, device=device))
     torch.testing.assert_close(scores, expected.diagonal(), atol=2e-6, rtol=1e-5)
 
 
@@ -209,8 +217,8 @@ def test_ties_go_to_the_lowest_id_and_a_bad_row_still_names_a_token(device):
     logits[2] = -torch.inf
     logits[3] = NAN
     logits[4, 2000] = torch.inf
-    _, _, seeds, positions = sample_inputs(5, 1, device)
-    _, token_ids = kernels.sample(logits, torch.zeros(5, device=device), seeds, positions)
+    _, rows, temperatures, seeds, positions = sample_inputs(5, 1, device)
+    _, token_ids = kernels.sample(logits, rows, torch.zeros_like(temperatures), seeds, positions)
     assert token_ids[[0, 1, 2, 4]].tolist() == [0, 1023, 0, 2000] and 0 <= token_ids[3] < 3000
 
 
@@ -221,7 +229,8 @@ def test_shards_of_the_vocabulary_and_single_rows_draw_the_same_tokens(device):
     shard_scores, shard_ids = (torch.stack(x) for x in zip(*shards))
     assert torch.equal(shard_scores.max(0).values, scores)
     assert torch.equal(shard_ids.gather(0, shard_scores.argmax(0)[None])[0], token_ids)
-    assert kernels.sample(logits[2:3], *(x[2:3] for x in rest))[1] == token_ids[2]
+    rows, temperatures, seeds, positions = rest
+    assert kernels.sample(logits[2:3], rows[2:3], temperatures, seeds, positions[2:3])[1] == token_ids[2]
 
 
 def attention_inputs(context_lens, num_heads, num_kv_heads, head_dim, block_size, device, dtype):
@@ -363,12 +372,12 @@ def test_a_graph_replays_with_longer_contexts_and_other_rows(device):
     if INTERPRETED:
         pytest.skip("no CUDA graphs")
     inputs = attention_inputs([700, 600, 500, 0], 16, 8, 128, 16, device, torch.bfloat16)
-    logits, temperatures, seeds, positions = sample_inputs(4, 5000, device)
+    logits, *rest, positions = sample_inputs(4, 5000, device)
     static_lens = inputs[5].clone()
 
     def step():
         out = kernels.decode_attention(*inputs[:5], static_lens, inputs[6], 4)
-        return out, *kernels.sample(logits, temperatures, seeds, positions)
+        return out, *kernels.sample(logits, *rest, positions)
 
     step()
     graph = torch.cuda.CUDAGraph()
@@ -380,4 +389,4 @@ def test_a_graph_replays_with_longer_contexts_and_other_rows(device):
         out.fill_(NAN)
         graph.replay()
         assert_close(out, decode_attention_plain(*inputs[:5], static_lens, inputs[6]))
-        assert torch.equal(token_ids, kernels.sample(logits, temperatures, seeds, positions)[1])
+        assert torch.equal(token_ids, kernels.sample(logits, *rest, positions)[1])

@@ -22,8 +22,10 @@ def rotated(x, positions, table, num_heads, num_kv_heads=1, norms=(None, None)):
     """q, k, v [n, heads, size] that rope_and_store makes of x [n, heads, size], in the order q, k, v."""
     n, size = len(x), x.shape[2]
     caches = torch.full((2, 1, n, num_kv_heads, size), math.nan)
-    slots = torch.arange(n - 1, -1, -1)
-    q = kernels.rope_and_store(x.flatten(1), positions, slots, table, *caches, num_heads, *norms, 1e-6)
+    slots, block_tables = torch.arange(n - 1, -1, -1), torch.full((1, 1 + int(positions.max()) // n), -1).int()
+    rows = torch.zeros_like(positions)
+    q = kernels.rope_and_store(x.flatten(1), rows, positions, slots, table, *caches, block_tables, num_heads, *norms,
+                               1e-6)
     return q, *caches[:, 0].flip(1)
 
 

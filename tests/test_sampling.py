@@ -1135,7 +1135,7 @@ def draw_many(logits, device, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
         rows = sampler.filter_logits(rows, settings)
     seeds = torch.arange(NUM_DRAWS, device=device)
     positions = torch.full((NUM_DRAWS,), 17, device=device)
-    return kernels.sample(rows, settings[0], seeds, positions)[1].cpu().numpy()
+    return kernels.sample(rows, seeds, settings[0], seeds, positions)[1].cpu().numpy()     # row i has seed i
 
 
 SETTINGS = [
@@ -1180,7 +1180,8 @@ def test_draws_at_neighbouring_positions_and_of_neighbouring_seeds_are_independe
     def draw(seed, position):
         """seed, position: numbers, or tensors of n."""
         seeds, positions = (torch.as_tensor(x).expand(n).contiguous().to(device) for x in (seed, position))
-        return kernels.sample(rows, torch.ones(n, device=device), seeds, positions)[1].cpu().numpy()
+        temperatures, own = torch.ones(n, device=device), torch.arange(n, device=device)
+        return kernels.sample(rows, own, temperatures, seeds, positions)[1].cpu().numpy()
 
     counting = torch.arange(n)
     both = np.outer(probabilities, probabilities).ravel() * n

@@ -287,11 +287,12 @@ def engine_logits(folder, token_ids):
     positions, num_blocks = torch.arange(n), -(-n // 4)
     blocks = torch.arange(num_blocks - 1, -1, -1)
     shape = (2, config.num_hidden_layers, num_blocks + 1, 4, config.num_key_value_heads, config.head_dim)
-    model.bind_kv_cache(torch.full(shape, math.nan), blocks[None].int())
+    model.bind_kv_cache(torch.full(shape, math.nan), torch.full((1, num_blocks), num_blocks).int())   # filled in
     bounds = torch.tensor([0, n])
     set_context(
         FlatStep._make([None] * len(FlatStep._fields))._replace(
             slot_mapping=blocks[positions // 4] * 4 + positions % 4,
+            token_rows=torch.zeros_like(positions),
             rows=torch.tensor([0]),
             context_lens=torch.tensor([n]),
             num_decodes=0,
