@@ -25,8 +25,8 @@ class Group:
             dist.all_gather(list(out), x.contiguous())
         return out
     def share_memory(self, num_tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Let each GPU read and write the others' | arrivals [num_tokens, size] int32 | parts [2, num_tokens, width] |
-        (CUDA's inter-process memory, over NVLink). All ranks or none: where it can't be had, sums go through NCCL."""
+        """Let GPUs read and write each other's | arrivals [num_tokens, size] int32 | parts [2, num_tokens, width] | (by
+        CUDA IPC). num_tokens % 16 == 0 aligns the parts to 16 bytes. If one can't, all sums go through NCCL."""
         num_bytes, cuda, base, handle = num_tokens * self.size * 4, CDLL("libcuda.so.1"), c_uint64(), Handle()
         memory = torch.zeros(num_bytes + 2 * num_tokens * width * dtype.itemsize, dtype=torch.uint8, device=device)
         own, offers, bases = c_uint64(memory.data_ptr()), [None] * self.size, [memory.data_ptr()] * self.size

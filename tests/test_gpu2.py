@@ -33,7 +33,7 @@ def qwen(tmp_path_factory):
 
 
 OPTIONS = {"qwen3": {}, "qwen2": {"async_scheduling": False},
-           "llama": {"max_num_batched_tokens": 16, "kvcache_block_size": 4, "num_kvcache_blocks": 64}}
+           "llama": {"max_num_batched_tokens": 17, "kvcache_block_size": 4, "num_kvcache_blocks": 64}}
 
 def two(folder, shares_memory=True, **options):
     """With graphs that hold the collectives; sums over memory that both GPUs read, or by NCCL."""

@@ -323,11 +323,11 @@ def test_few_pairs_share_contexts_among_many_programs(monkeypatch):
 @pytest.mark.parametrize("rank, ranks", [(0, 1), (0, 2), (1, 2), (2, 3)])
 def test_the_norm_adds_up_what_all_ranks_have(device, dtype, rank, ranks):
     """One-shot all-reduce. The others' memories are this process's too; they have arrived at this rank's counters."""
-    n, size = 7, 80
-    memories = [torch.zeros(n * ranks * 4 + 2 * n * size * dtype.itemsize, dtype=torch.uint8, device=device)
+    n, size, most = 7, 80, 16     # of `Group.share_memory`'s num_tokens
+    memories = [torch.zeros(most * ranks * 4 + 2 * most * size * dtype.itemsize, dtype=torch.uint8, device=device)
                 for _ in range(ranks)]
     arrivals = [memory[:n * ranks * 4].view(torch.int32).view(n, ranks) for memory in memories]
-    parts = [memory[n * ranks * 4:].view(dtype).view(2, n, size)[1] for memory in memories]
+    parts = [memory[most * ranks * 4:].view(dtype).view(2, most, size)[1, :n] for memory in memories]
     stop = torch.zeros(1, dtype=torch.int32)
     stop = stop if INTERPRETED else stop.pin_memory()
     bases = torch.tensor([memory.data_ptr() for memory in [*memories, stop]], device=device)
