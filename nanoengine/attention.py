@@ -1,5 +1,5 @@
 """Attention over the paged cache: the plain version that defines it, and equal fast paths. The step, a `FlatStep` on
-the device, is a global: layers needn't pass it. Its keys and values are in the cache by now (`kernels.rope_and_store`).
+the device, is a global: layers needn't pass it. Cache and tables hold its keys by now (see `kernels.rope_and_store`).
     context_lens 7, chunk of 3      keys     | 0 1 2 3 4 5 6 |
                                     queries          | 4 5 6 |      query 4 sees keys 0-4, query 6 sees all"""
 import functools

@@ -1,6 +1,6 @@
 """One rank: the model, its KV cache, and the persistent state of the batch; turns a StepInput into tokens, decides
 nothing. The token history lives here, on the device: a step gathers its inputs from it and writes drawn tokens into it,
-so the next step can be launched before anybody has read them. The block tables too: `kernels.rope_and_store` fills in.
+so the next step can be launched before anybody has read them. `kernels.rope_and_store` fills in the block tables.
     history   row 3 | 11 42 7 99 23 .  .  . |      a decode step of row 3 reads position 4 (23), computes it,
                                  ^  ^              and writes the token it draws to position 5"""
 import logging

@@ -128,6 +128,8 @@ WRONG = {
         ("kernels.py", "b * cos + a * sin], dim", "b * cos - a * sin], dim", "one half turns the other way"),
         ("kernels.py", "qk.float().chunk(2, dim=-1)", "qk.float().unflatten(-1, (-1, 2)).unbind(-1)",
          "neighbours are paired instead of halves"),
+        ("kernels.py", "tables[rows, positions // block_size]", "tables[rows[:1], positions[:1] // block_size]",
+         "later blocks don't reach the table"),
         ("decoder.py", "** (2 * i / head_dim)", "** (i / head_dim)", "frequencies fall half as fast"),
         ("decoder.py", "q.shape[2] ** -0.5", "q.shape[2] ** -1", "scores are divided by the head's size"),
         ("decoder.py", "torch.stack((angles.cos(), angles.sin()), dim=1) * attention_factor",

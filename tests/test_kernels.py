@@ -91,20 +91,23 @@ def test_add_rms_norm(device, dtype, hidden):
     (128, 16, 8, 256), (80, 6, 2, 16), (64, 3, 1, 4), (20, 2, 2, 1)])
 @pytest.mark.parametrize("has_norm", [False, True])
 def test_rope_and_store(device, dtype, head_dim, num_heads, num_kv_heads, block_size, has_norm):
-    n = 3 if INTERPRETED else 300  # 300 tokens take several heads per program
-    num_blocks, width = 2 * n // block_size + 2, (num_heads + 2 * num_kv_heads) * head_dim
+    num_rows = 2 if INTERPRETED else 100  # of 3 tokens each, in no order, in blocks that no other row has
+    rows, starts = torch.randperm(num_rows + 2)[:num_rows].tolist(), torch.randint(0, 48, (num_rows,)).tolist()
+    places = [(row, start + i) for row, start in zip(rows, starts) for i in range(3)]
+    columns = {(row, position // block_size) for row, position in places}
+    n, num_blocks, width = len(places), len(columns) + 2, (num_heads + 2 * num_kv_heads) * head_dim
+    blocks = dict(zip(columns, torch.randperm(num_blocks).tolist()))
+    slots = ints([blocks[row, p // block_size] * block_size + p % block_size for row, p in places], device)
+    rows, positions = ints(places, device).T.contiguous()
     qkv = torch.randn(n, width, device=device).to(dtype)
-    positions = torch.randint(0, 50, (n,), dtype=torch.int32, device=device)
-    slots = ints(torch.randperm(num_blocks * block_size)[:n], device)
     angles = torch.rand(50, head_dim // 2, device=device) * 6
     cos_sin = torch.stack([angles.cos(), angles.sin()], dim=1)
     norms = torch.randn(2, head_dim, device=device).to(dtype) if has_norm else (None, None)
-    rows, max_blocks = ints(torch.randperm(n + 2)[:n], device), 49 // block_size + 3
     results = []
     for is_plain in (False, True):
         shape = 2, num_blocks, block_size, num_kv_heads, head_dim
         k_cache, v_cache = torch.full(shape, NAN, dtype=dtype, device=device)
-        tables = torch.full((n + 2, max_blocks), -7, dtype=torch.int32, device=device)
+        tables = torch.full((num_rows + 2, 49 // block_size + 3), -7, dtype=torch.int32, device=device)
         args = qkv, rows, positions, slots, cos_sin, k_cache, v_cache, tables, num_heads, *norms, 1e-6
         q = plain(kernels.rope_and_store, *args) if is_plain else kernels.rope_and_store(*args)
         results.append((q, k_cache.flatten(0, 1), v_cache.flatten(0, 1), tables))
@@ -115,9 +118,8 @@ def test_rope_and_store(device, dtype, head_dim, num_heads, num_kv_heads, block_
     assert torch.equal(v[slots], qkv.unflatten(1, (-1, head_dim))[:, -num_kv_heads:])
     untouched = torch.ones(len(k), dtype=torch.bool, device=device).index_fill_(0, slots.long(), False)
     assert k[untouched].isnan().all() and v[untouched].isnan().all()
-    for row, position, slot in zip(rows.tolist(), positions.tolist(), slots.tolist()):
-        assert tables[row, position // block_size] == slot // block_size
-    assert torch.equal(tables, expected_tables) and (tables != -7).sum() == n
+    assert torch.equal(tables, expected_tables) and (tables != -7).sum() == len(blocks)
+    assert all(tables[place] == block for place, block in blocks.items())
 
 
 @pytest.mark.parametrize("width", [45, 3072])
