@@ -125,7 +125,6 @@ WRONG = {
          "query heads are dealt to the KV heads in turn"),
     ],
     "decoder": [
-        ("kernels.py", "b * cos + a * sin], dim", "b * cos - a * sin], dim", "one half turns the other way"),
         ("kernels.py", "qk.float().chunk(2, dim=-1)", "qk.float().unflatten(-1, (-1, 2)).unbind(-1)",
          "neighbours are paired instead of halves"),
         ("kernels.py", "tables[rows, positions // block_size]", "tables[rows[:1], positions[:1] // block_size]",
