@@ -79,7 +79,7 @@ def rope_and_store(qkv, rows, positions, slots, cos_sin, k_cache, v_cache, table
         (a, b), (cos, sin) = qk.float().chunk(2, dim=-1), cos_sin[positions][:, :, None].unbind(1)  # [n, heads|1, half]
         qk = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(qkv.dtype)
         k_cache.flatten(0, 1)[slots], v_cache.flatten(0, 1)[slots] = qk[:, num_heads:], v
-        tables[rows, positions // block_size] = (slots // block_size).int()
+        tables[rows, positions // block_size] = (slots // block_size).int()  # every layer writes the same
         return qk[:, :num_heads]
     q, grid = qkv.new_empty(len(qkv), num_heads, 2 * half), (len(qkv), triton.cdiv(num_heads + 2 * num_kv_heads, 8))
     _rope_and_store_kernel[grid](qkv, rows, positions, slots, cos_sin, k_cache, v_cache, tables, q_norm, k_norm, q, eps,

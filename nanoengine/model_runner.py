@@ -55,7 +55,7 @@ class ModelRunner:
         self.wishes = {}            # row -> (its SamplingParams, its rules), for draws that aren't plain
         load_weights(folder, self.model.sources())
         if group.size > 1 and self.history.is_cuda and kernels.has_triton(self.history):
-            most = max(config.max_num_batched_tokens, config.max_num_seqs) + 15 & -16
+            most = max(config.max_num_batched_tokens, config.max_num_seqs) + 15 & -16      # rounded up to 16
             group.share_memory(most, model_config.hidden_size, self.dtype, self.device)
     def measure(self) -> int:
         """How many KV blocks fit on the rank that has least room: on a GPU what weights, graphs, the largest step and
